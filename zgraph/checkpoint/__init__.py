@@ -1,1 +1,1 @@
-"""Checkpoints: what a run can go on from, under any other plan, and what can be told of one that is damaged."""
+"""Checkpoints: saving and loading under any plan, formats of other systems, and checks for damage."""

@@ -1,4 +1,4 @@
-"""Two checkpoints compared, tensor by tensor, whatever systems they are of."""
+"""Compare two checkpoints, of whatever systems, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ COMPARED = ("steps", "skipped", "samples", "loss_scale")
 
 @dataclass(frozen=True)
 class Different:
-    """A tensor that is not the same in both: `why`, and where its shapes are equal, how many of its `elements` differ, where the `first` does,
-    the largest difference and ‖a - b‖ / ‖b‖ (None where that is no number)."""
+    """A tensor that differs between two checkpoints."""
 
-    name: str
-    why: str
-    differing: int | None = None
-    elements: int | None = None
-    first: tuple[int, ...] | None = None
-    largest: float | None = None
-    relative: float | None = None
+    name: str  # its name in both
+    why: str  # what differs: shapes, dtypes or numbers
+    differing: int | None = None  # how many elements differ; None where shapes do
+    elements: int | None = None  # how many elements it has; None where shapes differ
+    first: tuple[int, ...] | None = None  # the index of the first element that differs
+    largest: float | None = None  # the largest absolute difference; None if not finite
+    relative: float | None = None  # ‖a - b‖ / ‖b‖; None if not finite
 
 
 @dataclass
 class Comparison:
-    """What two checkpoints differ in: `only` are the tensors that just the one has, `known` what both say of the run, and say otherwise."""
+    """What two checkpoints differ in."""
 
-    same: int = 0
-    different: list[Different] = field(default_factory=list)
+    same: int = 0  # how many tensors are equal bit for bit
+    different: list[Different] = field(default_factory=list)  # tensors that both have and that differ
+    # names that only the first has, and that only the other has
     only: tuple[list[str], list[str]] = field(default_factory=lambda: ([], []))
+    # what both say of the run and differ in (`COMPARED`), by its name
     known: dict[str, tuple[Any, Any]] = field(default_factory=dict)
 
     @property
@@ -49,8 +50,8 @@ class Comparison:
 def compare(
     one: Source, other: Source, pattern: str | None = None, say: Callable[[str], None] = lambda name: None
 ) -> Comparison:
-    """Compare the tensors (that a glob matches) bit for bit, and the counts and the loss scale of the runs. One tensor of each is held at a
-    time. Raises `CheckpointError` for what can't be read."""
+    """Compare the tensors (that a glob matches) bit for bit and, without a glob, the runs' counts and loss scales.
+    Holds one tensor of each at a time. Raises `FilterError`, and `CheckpointError` for what can't be read."""
     names = chosen(list(one.tensors | other.tensors), pattern)
     found = Comparison()
     for name in names:

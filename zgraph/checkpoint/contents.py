@@ -1,4 +1,4 @@
-"""What is in a checkpoint, and in a folder of them, as data; and whether all of it can be read."""
+"""What is in a checkpoint, and in a folder of them, as data; and a check that all of it can be read."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ KINDS = ("weights", "optimizer", "client")
 
 @dataclass(frozen=True)
 class Tag:
-    """One checkpoint of a folder: the optimizer steps it was saved after, its bytes on disk; or what is `damaged` of its manifest."""
+    """One checkpoint of a folder of them."""
 
-    tag: str
-    steps: int | None = None
-    bytes: int | None = None
-    latest: bool = False
-    damaged: str | None = None
+    tag: str  # its folder's name
+    steps: int | None = None  # the optimizer steps it was saved after; None if unknown or damaged
+    bytes: int | None = None  # its size on disk; None if damaged
+    latest: bool = False  # whether `latest` names it
+    damaged: str | None = None  # what is wrong with its manifest; None if nothing is
 
 
 def kind_of(name: str) -> str:
-    """Which of `KINDS` a tensor of this name is."""
+    """Return which of `KINDS` a tensor of this name is."""
     return KINDS[0] if name.startswith(MODEL) else KINDS[1] if name.startswith(OPTIMIZER) else KINDS[2]
 
 
 def chosen(names: Iterator[str] | list[str], pattern: str | None) -> list[str]:
-    """The names that a glob matches, as they are or without what they begin with ("model.", say). Raises `FilterError` for none."""
+    """Return the names that a glob matches, whole or without their prefix ("model." or "optimizer.state."). Raises
+    `FilterError` if none match."""
     known = list(names)
     if pattern is None:
         return known
@@ -52,7 +53,8 @@ def _bare(name: str) -> str:
 
 
 def tags_of(path: Path) -> list[Tag]:
-    """The checkpoints in a folder of zgraph's, the newest first; those whose manifest does not even say how new they are come last."""
+    """Return zgraph's checkpoints in a folder, the newest first; those whose manifest does not even say its serial come
+    last."""
     try:
         last = folder.latest(path)
     except CheckpointError:
@@ -75,7 +77,8 @@ def _tag(place: Path, last: str | None) -> Tag:
 
 
 def contents(source: Source, pattern: str | None = None) -> dict[str, Any]:
-    """What a checkpoint says of itself, its tensors (those that a glob matches), and how many bytes are of which kind."""
+    """Return what a checkpoint says of the run, its tensors (those that a glob matches), and the bytes of each kind of
+    tensor, as JSON. Raises `FilterError` and `CheckpointError`."""
     names = chosen(list(source.tensors), pattern)
     totals = {kind: {"tensors": 0, "bytes": 0} for kind in KINDS}
     for name in names:
@@ -103,7 +106,7 @@ def contents(source: Source, pattern: str | None = None) -> dict[str, Any]:
 
 
 def _client_keys(source: Source) -> list[str]:
-    """What the user added, by its keys: those that ranks had alike, and each rank's own."""
+    """Return the keys of what the user added: of values equal on all ranks, and of each rank's own."""
     if not isinstance(source, Checkpoint):
         return []
     own = [(source.own(rank) or {}).get("client", {}) for rank in range(len(source.manifest.own))]
@@ -113,7 +116,7 @@ def _client_keys(source: Source) -> list[str]:
 def damage(
     path: Path, tag: str | None, say: Callable[[str], None] = lambda name: None
 ) -> tuple[Source | None, str | None]:
-    """Read all of a checkpoint: (the checkpoint where it can be opened, what is damaged of it)."""
+    """Read all of a checkpoint, and return (the checkpoint if it can be opened, what is damaged in it or None)."""
     source = None
     try:
         source = open_checkpoint(path, tag)

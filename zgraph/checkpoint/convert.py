@@ -1,6 +1,7 @@
-"""A checkpoint of any system, written as one of zgraph's, as a plain folder of torch.distributed.checkpoint, or as DeepSpeed's: in one process.
+"""Write a checkpoint of any system as one of zgraph's, as a plain folder of torch.distributed.checkpoint, or as
+DeepSpeed's, in one process.
 
-Tensors are read and written one after another, into files of about a gigabyte, so that the memory of the host need not hold the model.
+Tensors are read and written one after another, in files of about a gigabyte, so the model need not fit in the host's memory.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ def _write_native(source: Source, partial: Path, serial: int) -> None:
 
 
 def _parts(source: Source) -> Iterator[list[str]]:
-    """The tensors of each file."""
+    """Yield the names of the tensors of each file, which has at most `FILE_BYTES` or one tensor."""
     names: list[str] = []
     total = 0
     for name, info in source.tensors.items():
@@ -166,7 +167,7 @@ def _tell_left(source: Source) -> None:
 
 
 class _WhenWritten(DefaultSavePlanner):
-    """Plans with tensors without data, and reads each when it is written."""
+    """A planner for tensors without data, which reads each when it is written."""
 
     def __init__(self, source: Source) -> None:
         super().__init__()

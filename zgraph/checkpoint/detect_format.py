@@ -1,4 +1,4 @@
-"""Which checkpoint a path means, of whatever system: it is known by what lies in the folder."""
+"""Find out which checkpoint a path means, and of which system it is, from the files in the folder."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ UNIVERSAL = "latest_universal"
 
 
 def open_checkpoint(path: Path, tag: str | None = None) -> Source:
-    """The checkpoint of this tag in a folder of checkpoints (by default the one that `latest` names), or the one that the folder, or the
-    file, itself is: zgraph's, DeepSpeed's, plain torch.distributed.checkpoint's, or weights as safetensors. Raises `CheckpointError`."""
+    """Open the checkpoint `tag` in a folder of checkpoints (by default the one that `latest` names), or the checkpoint
+    that the folder or file itself is: zgraph's, DeepSpeed's, plain torch.distributed.checkpoint's, or weights as
+    safetensors. Raises `CheckpointError`."""
     try:
         return _opened(path, tag)
     except OSError as error:
@@ -28,7 +29,8 @@ def open_checkpoint(path: Path, tag: str | None = None) -> Source:
 
 
 def candidates(path: Path, tag: str | None) -> list[str | None]:
-    """The tags to try one after another, where the first may be damaged: the one asked for, then the others, the newest first."""
+    """Return the tags to try one after another, for when the first is damaged: `tag`, then the others, the newest
+    first."""
     return [tag, *(t for t in folder.tags(path) if t != tag)]
 
 
@@ -53,7 +55,7 @@ def _opened(path: Path, tag: str | None) -> Source:
 
 
 def _here(place: Path) -> Source | None:
-    """The checkpoint that a folder is, of whatever system; None if it is none."""
+    """Open the checkpoint that a folder is, of any system; return None if it is none."""
     if (place / manifest.NAME).exists():
         return Checkpoint(place)
     if not place.is_dir():
@@ -67,7 +69,8 @@ def _here(place: Path) -> Source | None:
 
 
 def _named_by_deepspeed(path: Path) -> str | None:
-    """The tag in a file `latest` of DeepSpeed's, which is one word (zgraph's has a checksum after it); None without one."""
+    """Return the tag in DeepSpeed's file `latest` or `latest_universal`; None without one. DeepSpeed's file holds one
+    word, zgraph's `latest` has a checksum after it."""
     for name in (folder.LATEST, UNIVERSAL):
         if (path / name).is_file():
             words = read_bytes(path / name, 4096).decode("utf-8", "replace").split()

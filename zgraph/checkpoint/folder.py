@@ -1,8 +1,8 @@
-"""A folder of checkpoints: one folder a tag, `latest`, and what makes a save one move.
+"""A folder of checkpoints: one folder for each tag, the file `latest`, and saves that are completed by one rename.
 
-A save is written into `.zgraph-TAG.partial`, which no reader looks at, and put in its place by one rename, after every byte has
-reached the disk. `latest` holds a tag and its checksum, and is replaced by one rename too. What an interrupted save
-leaves is removed by the next; nothing else in the folder is touched.
+A save is written into `.zgraph-TAG.partial`, which no reader looks at, and renamed to its tag after every byte has reached the disk.
+`latest` holds a tag and its checksum, and is replaced by one rename too. What an interrupted save leaves is removed by the next;
+nothing else in the folder is touched.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _EXCHANGE, _HERE = 2, -100  # RENAME_EXCHANGE, AT_FDCWD
 
 
 def checked_tag(tag: str) -> str:
-    """The tag, if a folder can have this name and nothing else. Raises `CheckpointError`."""
+    """Return the tag if it can be the name of a checkpoint's folder. Raises `CheckpointError`."""
     if not isinstance(tag, str) or not TAG.fullmatch(tag) or tag == LATEST:
         raise CheckpointError(
             f"{str(tag)[:80]!r} is no tag",
@@ -42,7 +42,7 @@ def checked_tag(tag: str) -> str:
 
 
 def tags(folder: Path) -> list[str]:
-    """Those of the complete checkpoints in a folder, the newest first."""
+    """Return the tags of the complete checkpoints in a folder, the newest first."""
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
         if TAG.fullmatch(path.name) and (serial := manifest.serial_of(path)) is not None:
@@ -51,7 +51,8 @@ def tags(folder: Path) -> list[str]:
 
 
 def latest(folder: Path) -> str:
-    """The tag that was saved last. Raises `CheckpointError` where there is none, or what `latest` says is not there."""
+    """Return the tag that was saved last. Raises `CheckpointError` where there is no file `latest`, or it is
+    damaged."""
     path = folder / LATEST
     if not os.path.lexists(path):
         known = tags(folder)
@@ -73,13 +74,13 @@ def latest(folder: Path) -> str:
 
 
 def next_serial(folder: Path) -> int:
-    """One more than that of the newest checkpoint in a folder."""
+    """Return one more than the serial of the newest checkpoint in a folder; 0 without any."""
     return max((manifest.serial_of(folder / tag) or 0 for tag in tags(folder)), default=-1) + 1
 
 
 class Unfinished:
-    """The folder `path` that a checkpoint of this tag is written into. While it lives, it is locked: other saves into the same folder
-    leave it alone."""
+    """The folder `path` that a checkpoint of this tag is written into. It is locked while this object lives, so that
+    other saves into the same folder of checkpoints leave it alone."""
 
     def __init__(self, path: Path, tag: str) -> None:
         self.path = path
@@ -87,7 +88,8 @@ class Unfinished:
         self._lock = _locked(path)
 
     def commit(self) -> None:
-        """Put the checkpoint in its place, whose files have all reached the disk, and let `latest` name it. Raises `OSError`."""
+        """Rename the folder, whose files have all reached the disk, to its tag, and let `latest` name it. Raises
+        `OSError`."""
         folder, place = self.path.parent, self.path.parent / self.tag
         write_bytes(self.path / LATEST, f"{self.tag} {checksum(self.tag.encode())}\n".encode())
         sync(self.path)
@@ -98,10 +100,10 @@ class Unfinished:
         sync(folder)
         (place / LATEST).rename(folder / LATEST)
         sync(folder)
-        self.discard()  # (what was there before, if there was)
+        self.discard()  # (a checkpoint of the same tag, if one was replaced)
 
     def discard(self) -> None:
-        """Remove what is not in its place."""
+        """Remove what is left in the partial folder, and unlock it."""
         _remove(self.path)
         if self._lock is not None:
             os.close(self._lock)
@@ -109,13 +111,13 @@ class Unfinished:
 
 
 def partial_of(folder: Path, tag: str) -> Path:
-    """Where a checkpoint of this tag is written."""
+    """Return the folder that a checkpoint of this tag is written into."""
     return folder / f".zgraph-{tag}{PARTIAL}"
 
 
 def begin(folder: Path, tag: str) -> Unfinished:
-    """An empty folder to write into. What earlier saves left unfinished is removed. Raises `OSError`, and `CheckpointError` where something
-    else has the name, or another save of it is on its way."""
+    """Make an empty folder to write into, and remove what earlier saves left unfinished. Raises `OSError`, and
+    `CheckpointError` where the tag names something other than a checkpoint, or another save of it is running."""
     place = folder / tag
     if os.path.lexists(place) and (place.is_symlink() or manifest.serial_of(place) is None):
         raise CheckpointError(
@@ -138,10 +140,10 @@ def begin(folder: Path, tag: str) -> Unfinished:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what nobody writes any more."""
+    """Remove partial and replaced folders that no process has locked."""
     for path in folder.iterdir():
         if _OURS.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
-            with contextlib.suppress(FileNotFoundError):  # (it has been put in its place meanwhile)
+            with contextlib.suppress(FileNotFoundError):  # (it was renamed to its tag meanwhile)
                 lock = _locked(path)
                 if lock is not None:
                     _remove(path)
@@ -150,8 +152,8 @@ def _sweep(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """No other save begins in the folder meanwhile, or removes something: a new folder can be taken for a forgotten one until it is locked.
-    Where the file system has no locks, that of the new folder tells."""
+    """Lock the folder of checkpoints, so that no other save begins or removes anything meanwhile: a new partial folder
+    looks abandoned until it is locked. Where the file system has no locks, `_locked` warns of it."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with contextlib.suppress(OSError):
@@ -162,7 +164,8 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _locked(path: Path) -> int | None:
-    """A descriptor that locks a folder until it is closed or the process ends; None where another has it."""
+    """Lock a folder until the descriptor that is returned is closed or the process ends; return None where another has
+    the lock."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -179,7 +182,7 @@ def _remove(path: Path) -> None:
 
 
 def retain(folder: Path, count: int) -> list[str]:
-    """Remove all but so many of the newest checkpoints; the tags of those removed. Raises `OSError`."""
+    """Remove all but the `count` newest checkpoints, and return the tags of those removed. Raises `OSError`."""
     with _alone(folder):
         gone = {tag: folder / f".zgraph-{tag}{OLD}" for tag in tags(folder)[count:]}
         for tag, aside in gone.items():
@@ -190,7 +193,7 @@ def retain(folder: Path, count: int) -> list[str]:
 
 
 def sync(path: Path) -> None:
-    """Let a file, or the names in a folder, reach the disk. Raises `OSError`."""
+    """Flush a file, or the names in a folder, to the disk. Raises `OSError`."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -199,7 +202,7 @@ def sync(path: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> None:
-    """Let two folders change places in one move. Raises `OSError` where the file system can't."""
+    """Swap the names of two folders in one move. Raises `OSError` where the file system can't."""
     found = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if found is None:
         raise OSError(errno.ENOSYS, "this system can't exchange two folders in one move; give another tag", str(other))

@@ -1,8 +1,8 @@
-"""A checkpoint loaded into a compiled model, whatever plan it was saved by.
+"""Load a checkpoint into a compiled model, whatever plan it was saved by.
 
-First all of it is read and checked, on the ranks together, and compared with the model; then weights and states are written where they lie,
-each rank's part alone. What was saved in another precision comes from the widest tensor there is: a weight in float32 from the
-master copy of one in bfloat16, and the reverse.
+First the ranks together check all of it and compare it with the model; then each rank reads its own part into the weights and states in
+place. What was saved in another precision is read from the widest tensor there is: a float32 weight from the master copy of a bfloat16
+one, for example, and the other way round.
 """
 
 from __future__ import annotations
@@ -47,16 +47,18 @@ STEP = "step"
 
 @dataclass
 class Loading:
-    """What is to be written: `tensors` by the name of what each is read from, then `copies` (to, from), then `fresh` states anew.
-    `counts`: the updates each parameter has had; `begun`: whether it has had any (1.0), where none were counted."""
+    """What a load is to write into the model and its optimizer: first `tensors`, then `copies`, then `fresh`."""
 
+    # targets to read into, by the tensor's name in the checkpoint
     tensors: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    # (target, source) pairs of the model's own tensors
     copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    fresh: list[str] = field(default_factory=list)
-    counts: dict[str, float] = field(default_factory=dict)
+    fresh: list[str] = field(default_factory=list)  # parameters whose optimizer states begin anew
+    counts: dict[str, float] = field(default_factory=dict)  # the updates that a parameter has had, by its name
+    # the same where the checkpoint has no count: what the optimizer's rule takes instead
     begun: dict[str, float] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    missing: frozenset[str] = frozenset()  # what stays as it is
+    notes: list[str] = field(default_factory=list)  # warnings to log
+    missing: frozenset[str] = frozenset()  # weights that the checkpoint lacks: they stay as they are
 
     def read(self, name: str, into: torch.Tensor) -> None:
         self.tensors.setdefault(name, []).append(into)
@@ -72,7 +74,8 @@ def load(
     client_state: dict[str, Any] | None,
     partial: bool = False,
 ) -> dict[str, Any]:
-    """See `zgraph.api.handle.Handle.load_checkpoint`. `partial`: of a model of transformers', tensors that its files lack stay as they are."""
+    """Load a checkpoint and return what the user added to it; see `zgraph.api.handle.Handle.load_checkpoint`.
+    `partial`: tensors of a transformers model that the files lack stay as they are."""
     agreement = runtime.everyone
     agreement.vote("a checkpoint to load", f"{path} {tag} {fallback} {optimizer}")
     agreement.relax()  # (disks differ)
@@ -111,8 +114,8 @@ def load(
 
 
 def peek(everyone: Agreement, path: Path, tag: str | None) -> tuple[Source, dict[str, Any]]:
-    """A checkpoint, and the client state that was saved with it, before there is a run time to load it into. All ranks must call it. Raises
-    `CheckpointError`."""
+    """Open a checkpoint and return it with its client state, before a run time exists to load it into. All ranks must
+    call it. Raises `CheckpointError`."""
 
     def found() -> tuple[Source, dict[str, Any]]:
         source = open_checkpoint(path, tag)
@@ -126,14 +129,14 @@ def peek(everyone: Agreement, path: Path, tag: str | None) -> tuple[Source, dict
 
 @dataclass
 class _Parts:
-    """All that was read and checked."""
+    """All that was read and checked of a checkpoint, ready to be applied."""
 
-    loading: Loading
-    optimizer: bool
-    random: state.RandomStates | None
-    client: dict[str, Any]
-    extra: dict[str, Any]
-    programs: dict[str, str]  # the hashes of those that this rank ran
+    loading: Loading  # what is to be written
+    optimizer: bool  # whether optimizer states are loaded too
+    random: state.RandomStates | None  # this rank's random states; None without any
+    client: dict[str, Any]  # what the user had added, by key
+    extra: dict[str, Any]  # values for modules' `set_extra_state`, by the modules' paths
+    programs: dict[str, str]  # hashes of the programs that this rank ran
     residuals: dict[str, Any] | None  # see `zgraph.update.error_feedback`; None: to begin anew
 
 
@@ -182,7 +185,8 @@ def _prepared(runtime: Runtime, source: Source, optimizer: bool, objects: dict[s
 
 
 def _residuals(runtime: Runtime, source: Checkpoint, own: dict[str, Any], loading: Loading) -> dict[str, Any] | None:
-    """What a rank had not sent of its gradients. On other ranks than before only the count of draws goes on."""
+    """Return the saved residuals: what this rank had not sent of its gradients or momenta. If the mesh is another than
+    at the save, they begin at zero, with a note; the count of draws goes on."""
     if "residuals" not in own:
         return None
     saved: dict[str, Any] = decode(own["residuals"], _copier(source))
@@ -206,7 +210,8 @@ def _copier(source: Source) -> Callable[[str], torch.Tensor]:
 
 
 def _client_state(everyone: Agreement, source: Checkpoint) -> dict[str, Any]:
-    """What the user had added: what ranks had been given alike, and each rank's own."""
+    """Return what the user had added: values equal on all ranks, and each rank's own (as a `PerRank` if there are other
+    ranks now)."""
     ranks = max(1, len(everyone.ranks))
     saved = len(source.manifest.own)
     load = _copier(source)
@@ -233,7 +238,8 @@ def _client_state(everyone: Agreement, source: Checkpoint) -> dict[str, Any]:
 
 
 def planned(runtime: Runtime, source: Source, optimizer: bool) -> Loading:
-    """What of a checkpoint goes where. Raises `CheckpointError` unless every weight of the model is there, in its shape, and no other."""
+    """Decide which tensor of a checkpoint goes into which of the model. Raises `CheckpointError` unless the checkpoint
+    has every weight of the model, in its shape, and no others."""
     loading = Loading()
     module, shards = runtime.module, runtime.shards
     names: dict[int, list[str]] = {}
@@ -304,7 +310,7 @@ def _plan_buffer(source: Source, loading: Loading, name: str, buffer: torch.Tens
 def _plan_parameter(
     runtime: Runtime, source: Source, loading: Loading, name: str, weight: str, saved: dict[str, str], optimizer: bool
 ) -> None:
-    """Where this rank's part of one parameter, and of its states, comes from."""
+    """Add to `loading` where this rank's part of one parameter, and of its states, is read from."""
     param = runtime.shards.params()[name].detach()
     plan_optimizer = runtime.updater.optimizer
     mine: dict[str, torch.Tensor] = {}
@@ -363,7 +369,8 @@ def _plan_parameter(
 
 
 def _begun(runtime: Runtime, source: Source, name: str, saved: Collection[str]) -> float:
-    """How many updates a parameter has had of which there are states and no count. Raises `CheckpointError` where the optimizer needs one."""
+    """Return the count of updates of a parameter whose states were saved without one. Raises `CheckpointError` if the
+    optimizer needs the true count."""
     record = runtime.updater.states.members[name].record
     if RULES[record.name].counts:
         raise CheckpointError(
@@ -376,7 +383,8 @@ def _begun(runtime: Runtime, source: Source, name: str, saved: Collection[str]) 
 
 
 def _check(source: Source, name: str, into: torch.Tensor) -> None:
-    """Raise `CheckpointError` unless a tensor of the model can take one of the checkpoint: in its shape, without a change of its kind."""
+    """Raise `CheckpointError` unless a tensor of the model can take one of the checkpoint: of the same shape, and both
+    real floating-point, both complex, or of one dtype."""
     found = source.tensors[name]
     kinds = [(d.is_floating_point, d.is_complex, d) for d in (found.dtype, into.dtype)]
     alike = kinds[0][:2] == kinds[1][:2] and (kinds[0][0] or kinds[0][1] or found.dtype is into.dtype)
@@ -392,7 +400,8 @@ def _check(source: Source, name: str, into: torch.Tensor) -> None:
 
 
 def _check_tied(runtime: Runtime, source: Source, name: str, others: Sequence[str]) -> None:
-    """Raise `CheckpointError` unless the names that the model gives one weight have one in the checkpoint. Each rank reads its share."""
+    """Raise `CheckpointError` unless weights that are tied in the model are equal in the checkpoint. Each rank compares
+    its share of the blocks."""
     rank, ranks = runtime.everyone.rank(), max(1, len(runtime.everyone.ranks))
     for other in others:
         blocks = source.tensors[name].blocks
@@ -408,7 +417,7 @@ def _check_tied(runtime: Runtime, source: Source, name: str, others: Sequence[st
 
 
 def _read(source: Source, loading: Loading, states: States) -> None:
-    """Read the tensors of a checkpoint into those of the model and its optimizer."""
+    """Read the tensors of a checkpoint into those of the model and its optimizer. Raises `CheckpointError`."""
     try:
         with torch.inference_mode(False), torch.no_grad():
             for number in range(max(map(len, loading.tensors.values()), default=0)):
@@ -432,7 +441,8 @@ def _read(source: Source, loading: Loading, states: States) -> None:
 
 
 def _apply(runtime: Runtime, source: Source, parts: _Parts, objects: dict[str, Any]) -> dict[str, Any]:
-    """Write what was planned. A failure leaves the model unusable until a checkpoint was loaded, and says so."""
+    """Write what was planned, and return what the user had added. Where the write fails, the model can't be used until
+    a checkpoint is loaded, and errors say so."""
     loading, updater = parts.loading, runtime.updater
     runtime.first_gathers.drop()
     agreement = runtime.everyone

@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: every file with its size and checksum, every tensor with its blocks, and what is known besides.
+"""The manifest of a checkpoint: every file with its size and checksum, every tensor with its blocks, and what is known
+of the run besides.
 
-It is JSON that ends in its own checksum. What it says of a file is compared with the file's own header before anything is read
-from it, so that neither can lie about the other.
+It is JSON that ends in its own checksum. What it says of a file is compared with the file's own header when a checkpoint is verified.
 """
 
 from __future__ import annotations
@@ -26,47 +26,46 @@ MOST_BYTES = 1 << 32
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 MARK = b',"checksum":"'
 _HEAD = re.compile(rb'\{"format":\d+,"serial":(\d{1,18}),')
-MOST_COUNTED = 1 << 40  # steps, rows: they may be counted again one by one
-MOST_CUT = 8  # dimensions of a tensor that blocks are parts of
+MOST_COUNTED = 1 << 40  # the most steps or samples that a run may say it had: some are counted through one by one
+MOST_CUT = 8  # the most dimensions along which a tensor may be divided into blocks
 _HEX = re.compile(r"[0-9a-f]{32}")
 
 
 def shard_file(rank: int, number: int = 0, count: int = 1) -> str:
-    """The name of a rank's `number`-th of so many files of tensors, as torch's `HuggingFaceStorageWriter` calls it."""
+    """Return the name of a rank's `number`-th of `count` files of tensors, in the format of torch's
+    `HuggingFaceStorageWriter`."""
     return f"shard-{rank + 1:05}-model-{number + 1:05}-of-{count:05}{SUFFIX}"
 
 
 def own_file(rank: int) -> str:
-    """The name of the file of a rank's own state."""
+    """Return the name of the file of a rank's own state."""
     return f"rank-{rank:05}.json"
 
 
 @dataclass
 class FileEntry:
-    """One file. `header`: (bytes, checksum) of a safetensors file's; `pieces` in the order they lie in it; `checksum`: of all of any
-    other file."""
+    """What the manifest says of one file: a safetensors file has `header` and `pieces`, any other a `checksum`."""
 
-    nbytes: int
-    checksum: str = ""
-    header: tuple[int, str] | None = None
-    pieces: list[Piece] = field(default_factory=list)
+    nbytes: int  # its size
+    checksum: str = ""  # of all of its bytes; "" for a safetensors file
+    header: tuple[int, str] | None = None  # its header's (size in bytes, checksum)
+    pieces: list[Piece] = field(default_factory=list)  # its blocks of tensors, in their order in the file
 
 
 @dataclass
 class Manifest:
-    """`serial` counts the saves into one folder. `client`: what the user added, the same on every rank; `own`: the file of each
-    rank's own state, by rank."""
+    """The manifest of one checkpoint."""
 
-    serial: int
-    files: dict[str, FileEntry]
-    tensors: dict[str, tuple[str, tuple[int, ...]]]
-    known: Known
-    client: dict[str, Any] = field(default_factory=dict)
-    own: list[str] = field(default_factory=list)
-    checksum: str = ""
+    serial: int  # counts the saves into one folder
+    files: dict[str, FileEntry]  # the checkpoint's other files, by name
+    tensors: dict[str, tuple[str, tuple[int, ...]]]  # (dtype by safetensors' name, shape) by the tensor's name
+    known: Known  # what is known of the run besides tensors
+    client: dict[str, Any] = field(default_factory=dict)  # what the user added and every rank had alike, by key
+    own: list[str] = field(default_factory=list)  # the file of each rank's own state, by rank
+    checksum: str = ""  # of the manifest; set when it is written or read
 
     def infos(self) -> dict[str, TensorInfo]:
-        """The tensors, with their blocks in the order of the files."""
+        """Return the tensors, with their blocks in the order of the files."""
         blocks: dict[str, list[Block]] = {name: [] for name in self.tensors}
         for entry in self.files.values():
             for piece in entry.pieces:
@@ -74,7 +73,8 @@ class Manifest:
         return {n: TensorInfo(DTYPES[d], s, tuple(blocks[n])) for n, (d, s) in self.tensors.items()}
 
     def written(self) -> bytes:
-        """As a file; `checksum` is then set. Raises `CheckpointError` for what `read` would refuse to be known."""
+        """Encode the manifest as a file's bytes, and set `checksum`. Raises `CheckpointError` if `read` would refuse
+        what is known of the run."""
         try:
             _check_known(self.known)
         except ValueError as error:
@@ -109,7 +109,7 @@ class Manifest:
 
 
 def read(folder: Path) -> Manifest:
-    """The manifest in a checkpoint's folder, checked by itself. Raises `CheckpointError`."""
+    """Read and check the manifest in a checkpoint's folder, without its other files. Raises `CheckpointError`."""
     path = folder / NAME
     if not path.exists() and not path.is_symlink():
         raise CheckpointError("there is no checkpoint", where=str(folder), why=f"there is no {NAME}")
@@ -130,7 +130,8 @@ def read(folder: Path) -> Manifest:
 
 
 def serial_of(folder: Path) -> int | None:
-    """The serial of the checkpoint in a folder, without the rest of its manifest, which may be large; None where none begins so."""
+    """Return the serial of the checkpoint in a folder, from the first bytes of its manifest, which may be large; None
+    if these don't give one."""
     try:
         file = OpenFile(folder / NAME)
         found = _HEAD.match(file.read(0, min(64, file.nbytes)))
@@ -161,7 +162,7 @@ def _parsed(data: dict[str, Any]) -> Manifest:
         else:
             entry.checksum = _sum(shown["checksum"])
         files[name] = entry
-    said = {"left_out": [], **data["known"]}  # (checkpoints were once without)
+    said = {"left_out": [], **data["known"]}  # (older checkpoints have no `left_out`)
     known = Known(**{f.name: said[f.name] for f in fields(Known)})
     _check_known(known)
     own = [_text(n) for n in data["own"]]
@@ -212,7 +213,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def check_tiling(tensors: dict[str, TensorInfo]) -> None:
-    """Raise `CheckpointError` unless the blocks of each tensor are all of it, and none is in two."""
+    """Raise `CheckpointError` unless the blocks of each tensor cover all of it, and none overlap."""
     for name, info in tensors.items():
         outside = any(o + n > d for b in info.blocks for o, n, d in zip(b.offsets, b.sizes, info.shape, strict=True))
         if outside or not info.blocks or not _fill(info.blocks, info.shape):
@@ -225,10 +226,11 @@ def check_tiling(tensors: dict[str, TensorInfo]) -> None:
 
 
 def _fill(blocks: Sequence[Block], shape: tuple[int, ...]) -> bool:
-    """Are these blocks of a box all of it, and each element in one?
+    """Return whether these blocks cover a box of this shape, each element once.
 
-    How often elements are covered is known from its changes along all dimensions, and a block changes it at its corners alone, by 1 or
-    -1. So all corners must cancel against those of the whole. In one dimension after another, those of a grid do so at once.
+    The count of blocks that cover each element is determined by its differences along all dimensions, to which a block adds 1 or -1 at its
+    corners only. So the corners of all blocks must cancel those of the box. They are summed in one dimension after another, where inner
+    corners of a grid of blocks cancel at once.
     """
     filled = [b for b in blocks if b.elements]
     cut = [d for d, n in enumerate(shape) if any(b.sizes[d] != n for b in filled)]

@@ -1,6 +1,7 @@
-"""Where a weight is in most digits: in its fp32 master, unless it was changed since that was written.
+"""Which copy of a weight has the most digits: its fp32 master, unless the weight was changed since the master was
+written.
 
-Whoever writes to a weight by hand leaves its master behind: the weight counts then, as in the next update.
+A weight that the user has written to no longer matches its master. Then the weight counts, as it does in the next update.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ logger = logging.getLogger(__name__)
 
 
 def is_current(master: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the master rounds to the weight, in all its numbers."""
+    """Return whether the master, rounded to the weight's dtype, equals the weight bit for bit."""
     return same_bits(master.to(weight.dtype), weight)
 
 
 def is_current_in(source: Source, master: str, weight: str) -> bool:
-    """The same of two tensors of a checkpoint, by their names in it, a block at a time. Raises `CheckpointError` if they can't be read."""
+    """Return whether a master is current, for two tensors of a checkpoint by their names in it, one block at a time.
+    Raises `CheckpointError` if they can't be read."""
     blocks = source.tensors[weight].blocks
     if set(blocks) != set(source.tensors[master].blocks):
         return is_current(source.whole(master), source.whole(weight))
@@ -30,7 +32,7 @@ def is_current_in(source: Source, master: str, weight: str) -> bool:
 
 
 def tell_changed(names: Sequence[str]) -> None:
-    """A warning, if there are weights that are not what their masters round to."""
+    """Log a warning if `names`, the weights that differ from their rounded masters, is not empty."""
     if names:
         logger.warning(
             "%d weights were changed since the last step (%s, …): they are taken as they are, not from their fp32 copies",

@@ -1,4 +1,4 @@
-"""zgraph's own checkpoints, read: a manifest, safetensors files, and one file of each rank's own state."""
+"""The reader of zgraph's own checkpoints: a manifest, safetensors files, and one file of each rank's own state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ OWN_BYTES = 1 << 30  # no rank's own state has more
 
 
 class Checkpoint(Source):
-    """A checkpoint of zgraph's. Raises `CheckpointError` for a folder that is none, or one whose manifest is damaged."""
+    """A checkpoint of zgraph's. Raises `CheckpointError` for a folder that is no checkpoint, or whose manifest is
+    damaged."""
 
     kind = "zgraph"
 
@@ -46,7 +47,8 @@ class Checkpoint(Source):
         return self._open[name]
 
     def own(self, rank: int) -> dict[str, Any] | None:
-        """What a rank saved of itself; None if there was no such rank."""
+        """Return what a rank saved as its own state; None if there was no such rank. Raises `CheckpointError` if it is
+        damaged."""
         if rank >= len(self.manifest.own):
             return None
         name = self.manifest.own[rank]
@@ -62,7 +64,8 @@ class Checkpoint(Source):
         return found
 
     def verify(self, share: int = 0, of: int = 1) -> None:
-        """Compare the files of this share with the manifest, byte by byte."""
+        """Compare the `share`-th of `of` equal shares of the files with the manifest, byte by byte. Raises
+        `CheckpointError`."""
         sizes = sorted(self.manifest.files.items(), key=lambda item: -item[1].nbytes)
         shares: list[int] = [0] * of
         for name, entry in sizes:  # (the largest first, each to the share that has least)

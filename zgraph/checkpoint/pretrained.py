@@ -1,8 +1,8 @@
 """A model as transformers' `save_pretrained` would write it: names, parts of tensors, and its config.
 
-transformers 5 holds some models in another form than their files have, Mixtral's experts as one tensor say. What it does to go back is
-done here to tensors without data, of which only is kept what part of which weight each becomes: so no rank needs more than its rows.
-Plain modules have the names of their state dicts.
+transformers 5 holds some models in another form than their files have: Mixtral's experts, for example, as one tensor. Its conversion back
+to the form of files is run here on tensors without data, to learn which part of which weight each tensor of a file is. So no rank needs
+more than its own rows. Plain modules are written under the names of their state dicts.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ from zgraph.torch_compat import autograd_state
 
 @dataclass(frozen=True)
 class View:
-    """A tensor of a published file: what of the model's tensor `source`, taken row by row, has these strides from `offset` on."""
+    """A tensor of a published file, as a strided view of one tensor of the model."""
 
-    name: str
-    source: str
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
+    name: str  # its name in the file
+    source: str  # the name of the model's tensor
+    sizes: tuple[int, ...]  # its shape
+    strides: tuple[int, ...]  # its strides in the source, which counts as row-major, in elements
+    offset: int  # the element of the source that it begins at
 
     def cut(self, shape: tuple[int, ...], block: Block, held: torch.Tensor) -> tuple[Block, torch.Tensor] | None:
-        """(where, what) of this tensor comes from a block of the source, which is of this shape; None for none of it."""
+        """Return (box of this tensor, its numbers) for what comes from `held`, a block of the source of shape `shape`;
+        None if nothing of it does. Raises `CheckpointError` and `UnsupportedError`."""
         if self.sizes == shape and self.strides == row_by_row(shape) and not self.offset:
             return block, held
         if not shape:
@@ -76,13 +77,13 @@ class View:
 
 
 def is_pretrained(module: nn.Module) -> bool:
-    """Whether this is a model of transformers', with a config and names of its own."""
+    """Return whether this is one of transformers' models, which have a config and names of their own for files."""
     library = sys.modules.get("transformers.modeling_utils")  # (loaded where there is such a model)
     return library is not None and isinstance(module, library.PreTrainedModel)
 
 
 def refuse_special(module: nn.Module) -> None:
-    """Raise `UnsupportedError` for models whose files are more than their weights."""
+    """Raise `UnsupportedError` for models whose files hold more than their weights."""
     special = {"hf_quantizer": "it is quantized", "_hf_peft_config_loaded": "it has adapters"}
     for attribute, why in special.items():
         if getattr(module, attribute, None):
@@ -96,12 +97,13 @@ def refuse_special(module: nn.Module) -> None:
 
 
 def tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter and every buffer that is saved, under every name it has."""
+    """Return every parameter and every persistent buffer, under every name it has."""
     return dict(module.named_parameters(remove_duplicate=False)) | state.persistent_buffers(module)
 
 
 def views(module: nn.Module) -> list[View]:
-    """The tensors of its files, a tied one under one name. The module may be on the meta device. Raises `UnsupportedError`."""
+    """Return the tensors of the model's files, a tied one under one name. The module may be on the meta device. Raises
+    `UnsupportedError`."""
     held = tensors(module)
     kept = {n: held[n] for n in _once(module, held)}
     if not is_pretrained(module):
@@ -120,7 +122,7 @@ def views(module: nn.Module) -> list[View]:
 
 
 def _once(module: nn.Module, held: dict[str, torch.Tensor]) -> Iterator[str]:
-    """One name for each tensor: the one that transformers ties the others to, else the first."""
+    """Yield one name for each tensor: the name that transformers ties the others to, else the first."""
     tied = getattr(module, "all_tied_weights_keys", None) or {}
     names: dict[int, list[str]] = {}
     for name, tensor in held.items():
@@ -130,7 +132,7 @@ def _once(module: nn.Module, held: dict[str, torch.Tensor]) -> Iterator[str]:
 
 
 def _reverted(module: nn.Module, empty: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What transformers makes of these tensors for its files."""
+    """Return the tensors in the form of transformers' files, by its own conversion. Raises `UnsupportedError`."""
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:  # (before 5 models were what their files have)
@@ -150,7 +152,8 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def write_config(module: Any, folder: Path, dtype: torch.dtype | None) -> None:
-    """What `from_pretrained` needs besides weights of this dtype, by transformers' own means. Raises `CheckpointError`."""
+    """Write the config, the generation config and custom code that `from_pretrained` needs, by transformers' own means;
+    `dtype` is the weights'. Raises `CheckpointError`."""
     config = copy.deepcopy(module.config)
     config.architectures = [type(module).__name__]
     if dtype is not None:

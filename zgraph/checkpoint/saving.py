@@ -1,4 +1,5 @@
-"""A checkpoint saved: of all ranks at one step, at once or beside the next steps, and taken for one only when it is whole."""
+"""Save a checkpoint of all ranks at one step, at once or beside the next steps. It counts as a checkpoint only when it
+is complete."""
 
 from __future__ import annotations
 
@@ -40,24 +41,23 @@ CLIENT = "client"
 
 @dataclass
 class Snapshot:
-    """All that this rank writes of one checkpoint, and rank 0 of all. `client` is what was added to it, by key, with a checksum of
-    each; `own` what is this rank's alone."""
+    """All that this rank writes of one checkpoint. Rank 0 also writes what all ranks have in common."""
 
-    tensors: dict[str, torch.Tensor]
-    known: Known
-    client: dict[str, Any]
-    sums: dict[str, str]
-    own: dict[str, Any]
+    tensors: dict[str, torch.Tensor]  # this rank's parts of tensors, by name in the checkpoint
+    known: Known  # what is known of the run besides tensors
+    client: dict[str, Any]  # what the user added, encoded, by key
+    sums: dict[str, str]  # a checksum of each value in `client`, by key
+    own: dict[str, Any]  # state that is this rank's alone: random states, extra states, residuals
 
 
 class Staging:
-    """Memory of the host that tensors are copied into, kept for the next time: pinned where they are on an accelerator."""
+    """Host memory that tensors are copied into, reused by the next save; pinned for tensors on an accelerator."""
 
     def __init__(self) -> None:
         self._held: dict[str, torch.Tensor] = {}
 
     def copy(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Copies of them all, complete when this returns."""
+        """Copy all tensors into host memory and return the copies, complete when this returns."""
         made: dict[str, torch.Tensor] = {}
         devices = set()
         for name, tensor in tensors.items():
@@ -78,26 +78,27 @@ class Staging:
 
 
 class Saver:
-    """Saves the checkpoints of one model. At most one is on its way; `last` is the newest that is complete, or that was loaded."""
+    """Saves the checkpoints of one model, at most one at a time. `last` is the newest that is complete, or that was
+    loaded."""
 
     def __init__(self) -> None:
         self._threads = concurrent.futures.ThreadPoolExecutor(1, "zgraph-checkpoint")
         weakref.finalize(self, self._threads.shutdown, wait=False)
         self.last: Last | None = None
         self._running: concurrent.futures.Future[None] | None = None
-        self._saved: Last | None = None  # once that has ended well
+        self._saved: Last | None = None  # what `last` becomes when the running save succeeds
         self._staging = Staging()
         self._aside: Agreement | None = None  # (for collectives beside those of steps)
 
     def wait(self) -> None:
-        """Let the save end that is on its way. Raises what it raised, on every rank."""
+        """Wait for the save in the background, if there is one. Raises its error, on every rank."""
         running, self._running = self._running, None
         if running is not None:
             running.result()
             self.last = self._saved
 
     def load_last(self, runtime: Runtime) -> dict[str, Any]:
-        """Load the last checkpoint; returns what the user added to it. All ranks must call it."""
+        """Load the last checkpoint and return what the user added to it. All ranks must call it."""
         assert self.last is not None
         return load(runtime, self.last.folder, None, fallback=False, optimizer=self.last.optimizer, client_state=None)
 
@@ -112,7 +113,7 @@ class Saver:
         keep_last: int | None,
         frozen: bool,
     ) -> str:
-        """See `zgraph.api.handle.Handle.save_checkpoint`."""
+        """Save a checkpoint and return its tag; see `zgraph.api.handle.Handle.save_checkpoint`."""
         self.wait()
         agreement = runtime.everyone
         runtime.updater.settle()
@@ -143,7 +144,8 @@ class Saver:
 
 
 def snapshot(runtime: Runtime, client_state: dict[str, Any] | None, frozen: bool) -> Snapshot:
-    """What this rank has to save now, with frozen weights or without."""
+    """Collect what this rank has to save now, with frozen weights or without them. Raises `CheckpointError` and
+    `StepError`."""
     runtime.shards.refresh()
     runtime.updater.refuse_unusable()
     runtime.refuse_unset()
@@ -177,7 +179,8 @@ def snapshot(runtime: Runtime, client_state: dict[str, Any] | None, frozen: bool
 
 
 def share_client(taken: Snapshot, sums: Sequence[dict[str, str]], *, first: bool) -> None:
-    """Leave what every rank was given alike to the manifest, and the rest to each rank's own state. `sums`: those of all ranks."""
+    """Leave values that are equal on every rank to the manifest, and move the others to each rank's own state. `sums`:
+    the checksums of all ranks."""
     given = taken.client
     alike = {k for k in given if all(view.get(k) == taken.sums[k] for view in sums)}
     taken.client = {k: v for k, v in given.items() if k in alike}
@@ -189,7 +192,7 @@ def share_client(taken: Snapshot, sums: Sequence[dict[str, str]], *, first: bool
 
 
 def _digest(value: Any, tensors: dict[str, torch.Tensor]) -> str:
-    """Of an encoded value, whatever its tensors are called."""
+    """Return a checksum of an encoded value that does not depend on the names of its tensors."""
     names = _names(value)
     text = json.dumps(value, sort_keys=True)
     for number, name in enumerate(names):
@@ -206,7 +209,8 @@ def _names(value: Any) -> list[str]:
 
 
 def write(agreement: Agreement, path: Path, tag: str, taken: Snapshot, keep_last: int | None) -> None:
-    """Write a checkpoint into its folder, and put it in its place. Raises `CheckpointError` on every rank; nothing is then left."""
+    """Write a checkpoint into a partial folder, and rename that to its final name. Raises `CheckpointError` on every
+    rank, and leaves nothing then."""
     partial = folder.partial_of(path, tag)
     writer = Writer(partial, taken.known, taken.client, json.dumps(taken.own, separators=(",", ":")).encode())
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -247,13 +251,13 @@ def write(agreement: Agreement, path: Path, tag: str, taken: Snapshot, keep_last
 
 
 def write_aside(*given: Any) -> None:
-    """`write`, beside what the ranks do in common."""
+    """Run `write` in a thread beside the steps: its progress is not reported as the rank's."""
     with progress.aside():
         write(*given)
 
 
 def _tell(running: concurrent.futures.Future[None]) -> None:
-    """(The process may end before anybody asks.)"""
+    """Log the error of a background save at once, because the process may end before anyone calls `wait`."""
     if (error := running.exception()) is not None:
         logger.error("a checkpoint in the background could not be saved: %s", error)
 
@@ -266,7 +270,7 @@ def _retain(path: Path, keep_last: int) -> None:
 
 
 def failed(path: Path, error: BaseException) -> CheckpointError:
-    """What to say of a save that failed; torch's error has the rank and the cause."""
+    """Return the error for a save that failed; from torch's `CheckpointException` it takes the rank and the cause."""
     where = f"{path}"
     if isinstance(error, CheckpointException):
         rank, (error, _) = next(iter(error.failures.items()))
@@ -290,5 +294,5 @@ def _seen(partial: Path) -> None:
         )
 
 
-# (Said of every save and load without a process group, which is what is meant here.)
+# (torch warns of this at every save and load without a process group, which is intended here.)
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")

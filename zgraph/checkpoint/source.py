@@ -1,4 +1,4 @@
-"""What a checkpoint of any kind is to those who read one: tensors by name, in blocks, and what is known besides.
+"""What a checkpoint of any system is to its readers: tensors by name, in blocks, and what is known of the run besides.
 
 Names are `model.NAME` for parameters and buffers, `optimizer.state.NAME.KEY` for what an optimizer keeps of a parameter (as torch's
 flattened optimizer state dicts have it), and `client.RANK.N` for tensors of the user's own. One reader of
@@ -27,14 +27,14 @@ MOST_DIMENSIONS = 64
 
 
 def natural(value: Any) -> int:
-    """A size, an offset or a count that a checkpoint says, if it is one. Raises `ValueError`."""
+    """Return a size, offset or count read from a checkpoint. Raises `ValueError` if it is none."""
     if type(value) is not int or not 0 <= value < 2**62:
         raise ValueError(f"{str(value)[:80]!r} is no size")
     return value
 
 
 def naturals(values: Any) -> tuple[int, ...]:
-    """A shape, say, that a checkpoint says, if it is one. Raises `ValueError`."""
+    """Return a shape (or offsets) read from a checkpoint, as a tuple. Raises `ValueError` if it is none."""
     if not isinstance(values, (list, tuple)) or len(values) > MOST_DIMENSIONS:
         raise ValueError(f"{str(values)[:80]!r} is no shape")
     return tuple(map(natural, values))
@@ -42,10 +42,10 @@ def naturals(values: Any) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Block:
-    """A box of a tensor: where it begins and how long it is in each dimension, in elements."""
+    """A box of a tensor, in elements."""
 
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    offsets: tuple[int, ...]  # where it begins in each dimension
+    sizes: tuple[int, ...]  # how long it is in each dimension
 
     @property
     def elements(self) -> int:
@@ -54,11 +54,11 @@ class Block:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor of a checkpoint, and the blocks that it lies in: together they are all of it, and none is in two."""
+    """A tensor of a checkpoint, and the blocks that it is stored in: together they cover it, and none overlap."""
 
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    blocks: tuple[Block, ...]
+    dtype: torch.dtype  # its dtype in the checkpoint
+    shape: tuple[int, ...]  # its whole shape
+    blocks: tuple[Block, ...]  # the blocks that it is stored in
 
     @property
     def nbytes(self) -> int:
@@ -66,12 +66,12 @@ class TensorInfo:
 
     @staticmethod
     def whole(dtype: torch.dtype, shape: tuple[int, ...]) -> TensorInfo:
-        """One that lies in one block."""
+        """Return a tensor that is stored in one block."""
         return TensorInfo(dtype, shape, (Block((0,) * len(shape), shape),))
 
 
 class Source(abc.ABC):
-    """A checkpoint that can be read: `kind` says of what system, `tensors` what it holds."""
+    """A checkpoint that can be read: `kind` names the system that wrote it, `tensors` are its tensors by name."""
 
     kind: str
     folder: Path
@@ -80,19 +80,18 @@ class Source(abc.ABC):
 
     @abc.abstractmethod
     def block(self, name: str, block: Block) -> torch.Tensor:
-        """One of the blocks of a tensor, on the CPU. Raises
-        `CheckpointError` if it can't be read."""
+        """Read one of the blocks of a tensor, onto the CPU. Raises `CheckpointError` if it can't be read."""
 
     @abc.abstractmethod
     def verify(self, share: int = 0, of: int = 1) -> None:
-        """Read the `share`-th of so many parts of the checkpoint, and raise `CheckpointError` for what is damaged."""
+        """Read the `share`-th of `of` parts of the checkpoint, and raise `CheckpointError` for what is damaged."""
 
     def rows(self, name: str, block: Block, first: int, count: int) -> torch.Tensor:
-        """So many rows (of dimension 0) of a block, for who needs no more."""
+        """Read `count` rows (of dimension 0) of a block from row `first` on."""
         return self.block(name, block)[first : first + count]
 
     def whole(self, name: str) -> torch.Tensor:
-        """All of a tensor."""
+        """Read all of a tensor."""
         info = self.tensors[name]
         if len(info.blocks) == 1:
             return self.block(name, info.blocks[0])
@@ -102,7 +101,7 @@ class Source(abc.ABC):
         return made
 
     def reader(self) -> Reader:
-        """For `torch.distributed.checkpoint.load`."""
+        """Return a storage reader for `torch.distributed.checkpoint.load`."""
         return Reader(self)
 
 
@@ -111,7 +110,7 @@ def _box(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[slice, ...]:
 
 
 class Reader(StorageReader):
-    """A source for torch.distributed.checkpoint, which cuts blocks to what a rank holds."""
+    """A storage reader by which torch.distributed.checkpoint reads a source: it cuts blocks to what a rank holds."""
 
     def __init__(self, source: Source) -> None:
         self.source = source

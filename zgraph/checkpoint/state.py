@@ -1,7 +1,7 @@
-"""What of a compiled model a checkpoint holds: its tensors by name, and what is known besides.
+"""What a checkpoint of a compiled model holds: its tensors by name, and what is known of the run besides.
 
-A parameter's tensor is there under every name it has, so that plain PyTorch finds it. Buffers are rank 0's, in a pipeline those that a stage's
-forward changes that stage's. Optimizer state is by the names of parameters, whatever groups they are in.
+A parameter is saved under every name it has, so that plain PyTorch finds it. Buffers are saved by rank 0; in a pipeline, a buffer that a
+stage's forward changes is saved by that stage. Optimizer states are saved by the names of parameters, whatever groups they are in.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WORDS = 624  # of 32 bits, in a Mersenne twister
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that belong into checkpoints, under every name they have."""
+    """Return the buffers that belong in checkpoints, under every name they have."""
     found = {}
     for path, child in module.named_modules(remove_duplicate=False):
         for key, buffer in child._buffers.items():
@@ -40,7 +40,7 @@ def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def extra_states(module: nn.Module) -> dict[str, Any]:
-    """What modules give by `get_extra_state`, by their paths."""
+    """Return what modules' own `get_extra_state` returns, by the modules' paths."""
     return {
         path: child.get_extra_state()
         for path, child in module.named_modules()
@@ -49,7 +49,8 @@ def extra_states(module: nn.Module) -> dict[str, Any]:
 
 
 def frozen_of(runtime: Runtime) -> list[str]:
-    """The parameters, under every name they have, that are not trained and never were by this optimizer. The same on all ranks of a stage."""
+    """Return the parameters, under every name they have, that are not trained and have no optimizer state. The result
+    is the same on all ranks of a stage."""
     optimizer = runtime.updater.optimizer
     if optimizer is not None:
         runtime.updater.make_states()
@@ -59,8 +60,9 @@ def frozen_of(runtime: Runtime) -> list[str]:
 
 
 def tensors_of(runtime: Runtime, left_out: Collection[str] = ()) -> dict[str, torch.Tensor]:
-    """What this rank writes, by its names in a checkpoint: the model's own tensors, no copies. Each part that several ranks hold is
-    written by one of them, all by about as much; what is no DTensor by the first. `left_out`: names of weights that nobody writes."""
+    """Return what this rank writes, by names in the checkpoint: the model's own tensors, no copies. A part that several
+    ranks hold is written by one of them, with bytes balanced between them; a tensor that is no DTensor by the first
+    rank. `left_out`: names of weights that no rank writes."""
     shards, optimizer = runtime.shards, runtime.updater.optimizer
     beyond = set(left_out)
     held = {MODEL + n: detached(t) for n, t in of_module(runtime).items() if n not in beyond}
@@ -75,7 +77,8 @@ def tensors_of(runtime: Runtime, left_out: Collection[str] = ()) -> dict[str, to
 
 
 def of_module(runtime: Runtime) -> dict[str, torch.Tensor]:
-    """The parameters and buffers that the ranks of this stage write (all of them without a pipeline), under every name they have."""
+    """Return the parameters and buffers that the ranks of this stage write (all of them without a pipeline), under
+    every name they have."""
     counted = {id(p) for n, p in runtime.shards.params().items() if runtime.counts(n)}
     found: dict[str, torch.Tensor] = {
         n: p for n, p in runtime.module.named_parameters(remove_duplicate=False) if id(p) in counted
@@ -86,8 +89,8 @@ def of_module(runtime: Runtime) -> dict[str, torch.Tensor]:
 
 
 def is_mine(tensor: torch.Tensor, mesh: DeviceMesh | None, loads: dict[int, list[int]]) -> bool:
-    """Is it this rank, of a mesh within a stage, that writes this tensor's part? `loads`: the bytes that each replica writes by now, by how
-    many there are."""
+    """Return whether this rank, among those of a stage's mesh, writes its part of the tensor. `loads`: the bytes
+    assigned to each replica up to now, by the number of replicas; the tensor's are added."""
     if mesh is None:
         return True
     if not isinstance(tensor, DTensor):
@@ -104,7 +107,7 @@ def is_mine(tensor: torch.Tensor, mesh: DeviceMesh | None, loads: dict[int, list
 
 
 def refuse_unsaved(runtime: Runtime) -> None:
-    """Raise `StepError` where something would be lost that no checkpoint holds."""
+    """Raise `StepError` where gradients wait for an update: no checkpoint holds them, and they would be lost."""
     waiting = [n for n, p in runtime.shards.params().items() if p.grad is not None]
     if runtime.updater.optimizer is not None and waiting:
         raise StepError(
@@ -115,7 +118,7 @@ def refuse_unsaved(runtime: Runtime) -> None:
 
 
 def known_of(runtime: Runtime, left_out: Collection[str] = ()) -> Known:
-    """What is known of a run, but for its tensors."""
+    """Return what is known of a run besides its tensors."""
     updater = runtime.updater
     groups = [
         {k: v for k, v in g.items() if k != "params"}
@@ -139,7 +142,7 @@ def known_of(runtime: Runtime, left_out: Collection[str] = ()) -> Known:
 
 # -- random states --------------------------------------------------------------------------------------------------
 def random_states(device: torch.device) -> dict[str, Any]:
-    """Of torch, Python, NumPy and this rank's device, as JSON."""
+    """Return the random states of torch, Python, NumPy and this rank's device, as JSON."""
     version, numbers, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # type: ignore[misc]
     found = {
@@ -153,8 +156,8 @@ def random_states(device: torch.device) -> dict[str, Any]:
 
 
 class RandomStates:
-    """Random states that were saved, checked: `restore()` changes something, and does not fail. Raises `CheckpointError` for what
-    is no state."""
+    """Saved random states, checked on construction so that `restore()` does not fail. Raises `CheckpointError` for what
+    is no random state."""
 
     def __init__(self, saved: dict[str, Any], device: torch.device) -> None:
         self.device = device
@@ -193,7 +196,8 @@ def _bytes(text: str) -> torch.Tensor:
 
 
 def _twister(words: Any, position: Any) -> list[int]:
-    """The words of a Mersenne twister's state. (NumPy reads beyond them from a position that is not in them.)"""
+    """Return the words of a Mersenne twister's state. Raises `ValueError` for a bad word or position: NumPy would read
+    outside of them."""
     sound = len(words) == WORDS and all(type(w) is int and 0 <= w < 2**32 for w in words)
     if not sound or type(position) is not int or not 0 <= position <= WORDS:
         raise ValueError(f"{len(words)} words, position {position!r}"[:80])

@@ -30,8 +30,8 @@ from zgraph.update.resume import Known
 
 
 class Writer(StorageWriter):
-    """Writes one checkpoint into an empty folder. `own` is this rank's own state, as a file; `known` and `client` go into the
-    manifest."""
+    """Writes one checkpoint into an empty folder. `own` is this rank's own state, encoded as a file; `known` and
+    `client` go into the manifest."""
 
     def __init__(self, folder: Path, known: Known, client: dict[str, Any], own: bytes) -> None:
         self.folder = folder
@@ -50,7 +50,7 @@ class Writer(StorageWriter):
         return
 
     def prepare_local_plan(self, plan: planning.SavePlan) -> planning.SavePlan:
-        """Without empty blocks of tensors that have others: ranks without rows have nothing to write."""
+        """Drop empty blocks of tensors that are not empty: a rank that holds no rows writes nothing."""
         kept = []
         for item in plan.items:
             assert item.tensor_data is not None

@@ -1,6 +1,6 @@
 """One safetensors file: written in one pass with a checksum for each block, read by block.
 
-The header says for each block which part of which tensor it is, in the words of torch's `HuggingFaceStorageWriter`, so that
+The header says for each block which part of which tensor it is, in the format of torch's `HuggingFaceStorageWriter`, so that
 torch.distributed.checkpoint reads a folder of such files with its own `HuggingFaceStorageReader`. Checksums are XXH3 of 128 bits.
 """
 
@@ -42,7 +42,7 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SUFFIX = ".safetensors"
-SHARDING = "DCP_SHARDING_INFO"  # torch's key in the header's metadata, and below the one in it
+SHARDING = "DCP_SHARDING_INFO"  # torch's key in the header's metadata; `OFFSETS` is the key within it
 OFFSETS = "saved_offsets"
 ALIGNMENT = 8
 CHUNK = 16 << 20  # bytes that are read at once
@@ -50,40 +50,41 @@ CHUNK = 16 << 20  # bytes that are read at once
 
 @dataclass(frozen=True)
 class Piece:
-    """A block of a tensor as it lies in a file: its first byte, and the checksum of its bytes ("" where none is known)."""
+    """A block of a tensor, and its position in a file."""
 
-    name: str
-    dtype: str
-    block: Block
-    start: int
-    nbytes: int
-    checksum: str = ""
+    name: str  # the tensor's name
+    dtype: str  # its dtype, by safetensors' name
+    block: Block  # the block of the tensor
+    start: int  # its first byte in the file
+    nbytes: int  # its bytes
+    checksum: str = ""  # the checksum of its bytes; "" if none is known
 
 
 @dataclass(frozen=True)
 class Written:
-    """A file that was written: its size and that of its header, in bytes, and the header's checksum."""
+    """A file that was written."""
 
-    nbytes: int
-    header: int
-    checksum: str
-    pieces: tuple[Piece, ...]
+    nbytes: int  # its size
+    header: int  # its header's size in bytes, with the 8 that give the length
+    checksum: str  # its header's checksum
+    pieces: tuple[Piece, ...]  # its blocks, in their order
 
 
 def checksum(data: Any) -> str:
-    """Of anything with a buffer."""
+    """Return the checksum of an object with a buffer."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def data_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor on the CPU, row by row."""
+    """Return the bytes of a tensor on the CPU, in row-major order."""
     flat = tensor.detach().contiguous().reshape(-1)
     raw: Any = flat.view(torch.uint8).numpy()
     return memoryview(raw) if flat.numel() else memoryview(b"")
 
 
 def laid_out(blocks: Sequence[tuple[str, torch.dtype, Block]], *, sharding: bool) -> tuple[bytes, list[Piece]]:
-    """The header (its length first) of a file that holds these blocks in this order, and where each lies."""
+    """Return the header (its length first) of a file that holds these blocks in this order, and each block's position.
+    `sharding`: whether the header says where in its tensor each block begins."""
     entries: dict[str, Any] = {}
     metadata: dict[str, str] = {"format": "pt"}
     if sharding:
@@ -105,7 +106,7 @@ def laid_out(blocks: Sequence[tuple[str, torch.dtype, Block]], *, sharding: bool
 
 
 def refuse_unwritable(name: str, dtype: torch.dtype) -> None:
-    """Raise `CheckpointError` for a type of numbers that such files have no name for."""
+    """Raise `CheckpointError` for a dtype that safetensors have no name for."""
     if dtype not in NAMES:
         raise CheckpointError(
             f"{name} is of {dtype}, which safetensors can't hold", hint="cast it, or leave it out of what is saved"
@@ -113,7 +114,8 @@ def refuse_unwritable(name: str, dtype: torch.dtype) -> None:
 
 
 def write(path: Path, blocks: Sequence[tuple[str, Block, torch.Tensor]]) -> Written:
-    """Write such a file, wide elements first (so that every block is aligned), and let it reach the disk. Raises `OSError`."""
+    """Write a safetensors file, the widest elements first (so that every block is aligned), and flush it to the disk.
+    Raises `OSError`."""
     blocks = sorted(blocks, key=lambda block: -block[2].dtype.itemsize)
     header, pieces = laid_out([(n, t.dtype, b) for n, b, t in blocks], sharding=True)
     done = []
@@ -130,7 +132,7 @@ def write(path: Path, blocks: Sequence[tuple[str, Block, torch.Tensor]]) -> Writ
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write a small file anew and let it reach the disk. Raises `OSError`."""
+    """Write a new small file and flush it to the disk. Raises `OSError`, also where the file exists."""
     with open(path, "xb") as file:
         file.write(data)
         file.flush()
@@ -142,7 +144,8 @@ def damaged(path: Path, why: str) -> NoReturn:
 
 
 class OpenFile:
-    """A regular file that is read, and no other: neither a link nor a device. Raises `CheckpointError`, also for reads that the disk fails."""
+    """A regular file, opened for reading; neither a link nor a device. Raises `CheckpointError`, also where the disk
+    fails in a read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -157,7 +160,8 @@ class OpenFile:
         self.nbytes = found.st_size
 
     def read_into(self, target: Any, at: int) -> None:
-        """Fill a buffer with what begins at this byte. (Not from a mapping: a disk that fails would end the process.)"""
+        """Fill a buffer with the bytes from position `at` on. (A memory mapping would end the process where the disk
+        fails.)"""
         with memoryview(target).cast("B") as left:
             done = 0
             while done < len(left):
@@ -170,7 +174,7 @@ class OpenFile:
                 done += count
 
     def read(self, at: int, nbytes: int) -> bytes:
-        """So many bytes from there."""
+        """Read `nbytes` bytes from position `at`."""
         if at + nbytes > self.nbytes:
             damaged(self.path, f"it ends at byte {self.nbytes}")
         made = bytearray(nbytes)
@@ -178,7 +182,7 @@ class OpenFile:
         return bytes(made)
 
     def checksum(self, at: int, nbytes: int) -> str:
-        """Of so many bytes from there, in little memory."""
+        """Return the checksum of `nbytes` bytes from position `at`, read in chunks."""
         room, sums = bytearray(min(nbytes, CHUNK)), xxhash.xxh3_128()
         for first in range(at, at + nbytes, CHUNK):
             with memoryview(room)[: min(CHUNK, at + nbytes - first)] as part:
@@ -192,7 +196,7 @@ def _unreadable(path: Path, error: OSError) -> CheckpointError:
 
 
 def read_bytes(path: Path, most: int) -> bytes:
-    """All of a file of at most so many bytes. Raises `CheckpointError`."""
+    """Read all of a file of at most `most` bytes. Raises `CheckpointError`."""
     file = OpenFile(path)
     if file.nbytes > most:
         damaged(path, f"it has {file.nbytes} bytes, and none has more than {most}")
@@ -200,8 +204,8 @@ def read_bytes(path: Path, most: int) -> bytes:
 
 
 class TensorFile(OpenFile):
-    """A safetensors file. `pieces` are checked: each lies in the file, none overlaps another, together they are all of it; `header` is
-    the bytes before them."""
+    """A safetensors file, opened for reading. `pieces` are checked: they begin at byte `header`, do not overlap, and
+    fill the rest of the file."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -239,7 +243,7 @@ class TensorFile(OpenFile):
         return pieces
 
     def tensor(self, piece: Piece, first: int = 0, count: int | None = None) -> torch.Tensor:
-        """A piece, read; or so many of its rows, from the `first`."""
+        """Read a piece, or `count` of its rows from row `first` on."""
         sizes = piece.block.sizes if count is None else (count, *piece.block.sizes[1:])
         made = torch.empty(sizes, dtype=DTYPES[piece.dtype])
         if made.numel():

@@ -1,8 +1,8 @@
-"""What a user adds to a checkpoint, as JSON and tensors: no pickle, and the same values again.
+"""Store what a user adds to a checkpoint as JSON and tensors, without pickle, and read the same values again.
 
 None, booleans, numbers, strings, bytes, lists, tuples, dicts, sets, NumPy arrays and numbers, dense tensors, and objects with a
-`state_dict()`, of which that is taken. Types are exact: what comes back is equal, and of the type it was. All else is refused, with
-its place.
+`state_dict()`, which is saved in their stead. A value that is read back is equal and of the same type. All else is refused by an error
+that says where in the value it is.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from zgraph.checkpoint.tensorfile import refuse_unwritable
 from zgraph.errors import CheckpointError
 
 KIND = "__zgraph__"
-TENSORS = ("tensor", "array")  # kinds of what is kept as a tensor, under its "name"
+TENSORS = ("tensor", "array")  # kinds that are saved as a tensor, whose name is under "name"
 DEPTH = 100
-MOST_BITS = 64  # of an int that is written in digits: what reads JSON refuses long ones
+MOST_BITS = 64  # the longest int that is written in decimal digits: JSON readers refuse longer ones
 _DTYPE = re.compile(r"[<>|][biufc]\d{1,2}")
 
 
 class PerRank(list[Any]):
-    """What each rank had saved, in order: given where ranks had saved different values, and there are other ranks now."""
+    """The values that the ranks of a save had, in rank order: given where they differed and the number of ranks is
+    another now."""
 
 
 SEQUENCES: dict[str, type] = {"tuple": tuple, "per rank": PerRank}
@@ -41,12 +42,14 @@ _KIND_OF = {made: kind for kinds in (SEQUENCES, SETS, TABLES) for kind, made in 
 
 
 def encode(value: Any, keep: Callable[[torch.Tensor], str], path: str = "client_state") -> Any:
-    """The value as JSON; `keep` takes each tensor and gives the name it is saved by. Raises `CheckpointError` for what is refused."""
+    """Return the value as JSON. `keep` takes each tensor and returns the name it is saved by. Raises `CheckpointError`
+    for what can't be saved."""
     return _encoded(value, keep, path, 0)
 
 
 def _encoded(value: Any, keep: Callable[[torch.Tensor], str], path: str, depth: int, key: bool = False) -> Any:
-    """`key`: it is in a set, or a key: equal again then only where it is so by value, which tensors and objects are not."""
+    """Encode one value. `key`: it is a dict's key or in a set, so it must be equal by value when read back: tensors and
+    objects are refused."""
     if depth > DEPTH:
         raise CheckpointError(f"{path[:200]} … is nested too deeply", why=f"more than {DEPTH} levels")
     if not key and callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
@@ -106,7 +109,8 @@ def _refusal(value: Any, path: str, key: bool) -> CheckpointError:
 
 
 def decode(value: Any, load: Callable[[str], torch.Tensor]) -> Any:
-    """The value again. Raises `CheckpointError` for what `encode` does not write."""
+    """Return the value that `encode` encoded; `load` reads a tensor by name. Raises `CheckpointError` for what `encode`
+    does not write."""
     try:
         return _decoded(value, load)
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:

@@ -1,10 +1,11 @@
-"""A model's weights as a folder that `from_pretrained` reads: safetensors, written by all ranks at once, gathered by none.
+"""Write a model's weights as a folder that `from_pretrained` reads: safetensors, written by all ranks at once, with no
+gather.
 
-The header of a safetensors file says at which byte each tensor begins, so all ranks know where each of their rows lies in it. Rank 0 makes
-the files in their final sizes, every rank writes what it holds where it belongs, and once all of it has reached the disk on every
-rank, the files are put in place by renames. Where there are several, the old index goes before the first of the old files does, and the
-new one comes after them. So with a config that is not the same again: the old one goes first, and the new one comes last of all. A
-reader finds the old model or the new one, or, in that moment, none; never parts of both.
+The header of a safetensors file says at which byte each tensor begins, so each rank knows the position of its rows in it. Rank 0 makes
+the files in their final sizes, every rank writes its part of each tensor at its position, and once every rank's bytes have reached the
+disk, the files are renamed to their final names. If there are several files, the old index is removed before the first old file is
+replaced, and the new index is put in place after all files. A changed config is treated alike: the old one is removed first, and the new
+one is put in place last. A reader finds the old model, the new one or, during the renames, none; never parts of both.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ _NUMBERED = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
 def dtype_of(given: str | torch.dtype | None) -> torch.dtype | None:
-    """The dtype that a user means. Raises `CheckpointError`."""
+    """Return the dtype that the user asks for, None for the tensors' own. Raises `CheckpointError`."""
     if isinstance(given, str) and given in DTYPES:
         return DTYPES[given]
     if given is None or (isinstance(given, torch.dtype) and given.is_floating_point):
@@ -63,7 +64,7 @@ def dtype_of(given: str | torch.dtype | None) -> torch.dtype | None:
 
 
 def _size_of(given: str | int) -> int:
-    """`max_shard_size` in bytes. Raises `CheckpointError`."""
+    """Return `max_shard_size` in bytes. Raises `CheckpointError`."""
     try:
         size = parse_bytes(given)
     except PlanError as error:
@@ -75,16 +76,16 @@ def _size_of(given: str | int) -> int:
 
 @dataclass(frozen=True)
 class Files:
-    """The files of a model: for each its header and its size in bytes; where each tensor lies; in what dtype most numbers are."""
+    """The files that a model's weights are written into, as planned before any byte is written."""
 
-    headers: dict[str, bytes]
-    sizes: dict[str, int]
-    places: dict[str, tuple[str, Piece]]
+    headers: dict[str, bytes]  # the header of each safetensors file, by file name
+    sizes: dict[str, int]  # the size of each file in bytes, by file name
+    places: dict[str, tuple[str, Piece]]  # the file of each tensor and its position there, by the tensor's name
 
     @staticmethod
     def of(views: Sequence[View], dtypes: dict[str, torch.dtype], most: int) -> Files:
-        """As many as it takes for none to have more bytes of tensors than `most`, but for one tensor that does. `dtypes`: of each
-        source."""
+        """Assign the tensors to as few files as keep each within `most` bytes of tensors; a larger tensor gets a file
+        of its own. `dtypes`: the dtype to write, by the source tensor's name."""
         groups: list[list[View]] = [[]]
         size = 0
         for view in views:
@@ -111,7 +112,7 @@ class Files:
         return WEIGHTS if WEIGHTS in self.headers else INDEX
 
     def make(self, folder: Path) -> None:
-        """Make them in an empty folder, without the tensors' bytes. Raises `OSError`."""
+        """Create the files in an empty folder, without the tensors' bytes. Raises `OSError`."""
         for name, header in self.headers.items():
             with open(folder / name, "xb") as file:
                 file.write(header)
@@ -123,12 +124,12 @@ class Files:
             write_bytes(folder / INDEX, (json.dumps(index, indent=2) + "\n").encode())
 
     def digest(self) -> str:
-        """The same for the same files."""
+        """Return a checksum that is equal for equal files, for ranks to compare."""
         return checksum(b"".join(itertools.chain.from_iterable((n.encode(), h) for n, h in self.headers.items())))
 
 
 class _Writer:
-    """Writes parts of tensors where they belong. Closing it lets all of them reach the disk."""
+    """A writer of parts of tensors into the files of a model. Closing it flushes all of them to the disk."""
 
     def __init__(self, folder: Path, files: Files) -> None:
         self._folder = folder
@@ -147,7 +148,8 @@ class _Writer:
                     os.fsync(descriptor)
 
     def write(self, view: View, box: Block, part: torch.Tensor, dtype: torch.dtype) -> None:
-        """The part of a tensor that lies in this box of it. Raises `OSError`, and `CheckpointError` for numbers that the dtype can't hold."""
+        """Write the part of a tensor that fills this box of it. Raises `OSError`, and `CheckpointError` for numbers
+        that the dtype can't hold."""
         file, piece = self._files.places[view.name]
         if file not in self._open:
             self._open[file] = os.open(self._folder / file, os.O_WRONLY | os.O_CLOEXEC)
@@ -162,7 +164,8 @@ class _Writer:
 
 
 def _runs(shape: tuple[int, ...], box: Block, part: torch.Tensor, itemsize: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """(the element that it begins at, the numbers) of each stretch of a row-by-row tensor that a box of it is made of."""
+    """Yield (index of the first element, the numbers) of each contiguous stretch of a row-major tensor that its box
+    `box` consists of."""
     if not box.elements:
         return
     if not shape:
@@ -172,7 +175,7 @@ def _runs(shape: tuple[int, ...], box: Block, part: torch.Tensor, itemsize: int)
     whole = len(shape)
     while whole > 1 and box.sizes[whole - 1] == shape[whole - 1]:
         whole -= 1
-    last = whole - 1  # the dimension that a stretch runs along; those after it are there whole
+    last = whole - 1  # the dimension that a stretch runs along; the box has all of the later ones
     step = max(1, CHUNK // (strides[last] * itemsize))
     for index in itertools.product(*(range(n) for n in box.sizes[:last])):
         begin = sum((o + i) * s for o, i, s in zip(box.offsets, index, strides, strict=False))
@@ -181,7 +184,7 @@ def _runs(shape: tuple[int, ...], box: Block, part: torch.Tensor, itemsize: int)
 
 
 def _begin(folder: Path) -> Path:
-    """An empty folder beside the files that are there. Raises `OSError`."""
+    """Make an empty folder beside the present files. Raises `OSError`."""
     folder.mkdir(parents=True, exist_ok=True)
     made = folder / PARTIAL
     if made.is_dir() and not made.is_symlink():
@@ -191,7 +194,7 @@ def _begin(folder: Path) -> Path:
 
 
 def _place(partial: Path, files: Files) -> None:
-    """Put files in place that have all been written. Raises `CheckpointError`."""
+    """Rename files that are all written to their final names. Raises `CheckpointError`."""
     folder = partial.parent
     with _told(folder):
         fresh = {path.name for path in partial.iterdir()}
@@ -237,8 +240,8 @@ def _told(folder: Path, hint: str = _WRITING) -> Iterator[None]:
 
 
 def _refuse_other_tensors(runtime: Runtime, given: Mapping[str, Any] | None) -> None:
-    """Raise `UnsupportedError` unless tensors by name, where some are given to be written, are all of those that the model has, or its whole
-    state dict. (One that was gathered on another rank is empty here.)"""
+    """Raise `UnsupportedError` unless `given` (None: nothing to check) is the model's own state dict, or an equal one
+    of whole tensors. (A state dict that was gathered on another rank is empty on this one.)"""
     if given is None or (not given and runtime.everyone.ranks):
         return
     names = {id(p): n for n, p in runtime.shards.params().items()}
@@ -267,7 +270,8 @@ def _same_memory(one: Any, other: Any) -> bool:
 
 
 def _same_values(runtime: Runtime, name: str | None, own: Any, whole: Any) -> bool:
-    """Does a whole tensor have this rank's numbers of the model's tensor, which is the parameter of this name if it is one?"""
+    """Return whether a whole tensor has the same bits as this rank's part of the model's tensor `own`, which is the
+    parameter `name`, or no parameter if that is None."""
     if not isinstance(own, torch.Tensor) or type(whole) is not torch.Tensor:
         return False
     if whole.shape != own.shape or whole.dtype is not own.dtype:
@@ -286,7 +290,7 @@ def publish(
     averaged: bool,
     state_dict: Mapping[str, Any] | None = None,
 ) -> None:
-    """See `zgraph.api.handle.Handle.save_pretrained`."""
+    """Write the model's weights; see `zgraph.api.handle.Handle.save_pretrained`."""
     agreement, module = runtime.everyone, runtime.module
     agreement.vote("a model to publish", f"{folder} {dtype} {max_shard_size} {averaged}")
     wanted, most = dtype_of(dtype), _size_of(max_shard_size)
@@ -343,7 +347,8 @@ def _written(held: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
 
 
 def _main_dtype(views: Sequence[View], dtypes: dict[str, torch.dtype]) -> torch.dtype | None:
-    """The floating-point dtype of most numbers: what `from_pretrained` takes for the model's."""
+    """Return the floating-point dtype that most numbers have, which `from_pretrained` takes for the model's; None
+    without any."""
     counts: dict[torch.dtype, int] = {}
     for view in views:
         if dtypes[view.source].is_floating_point:
@@ -354,7 +359,8 @@ def _main_dtype(views: Sequence[View], dtypes: dict[str, torch.dtype]) -> torch.
 def _parts(
     runtime: Runtime, views: Sequence[View], dtypes: dict[str, torch.dtype], averaged: bool
 ) -> Iterator[tuple[View, Block, torch.Tensor]]:
-    """What this rank writes: each part that several ranks hold is written by one of them."""
+    """Yield (view, box, numbers) for all that this rank writes: a part that several ranks hold is written by one of
+    them."""
     held = state.of_module(runtime)
     loads: dict[int, list[int]] = {}
     wanted = [n for n in dict.fromkeys(v.source for v in views) if n in held]
@@ -373,7 +379,7 @@ def _parts(
 
 
 def _blocks(tensor: torch.Tensor) -> list[Block]:
-    """The part of a tensor that this rank holds."""
+    """Return the part of a tensor that this rank holds, as blocks."""
     if not isinstance(tensor, DTensor):
         return [Block((0,) * tensor.dim(), tuple(tensor.shape))]
     return [Block(tuple(c.offsets), tuple(c.sizes)) for c in tensor.__create_chunk_list__()]
@@ -382,7 +388,8 @@ def _blocks(tensor: torch.Tensor) -> list[Block]:
 def _value(
     runtime: Runtime, name: str, tensor: torch.Tensor, dtype: torch.dtype, averaged: bool, stale: list[str]
 ) -> torch.Tensor:
-    """This rank's numbers of a tensor: as the model holds them where they are written so, else from the widest that there is."""
+    """Return this rank's numbers of a tensor: as the model holds them if they are written in that dtype, else from the
+    fp32 master if it is current."""
     optimizer = runtime.updater.optimizer
     states = optimizer.state.get(tensor, {}) if optimizer is not None else {}
     own = local_of(tensor).detach()
@@ -407,7 +414,8 @@ def export(
     like: nn.Module | None = None,
     say: Callable[[str], None] = lambda name: None,
 ) -> list[Path]:
-    """Write the weights of a checkpoint as `save_pretrained` does, in one process that holds one weight at a time; returns the files.
+    """Write the weights of a checkpoint as `save_pretrained` does, in one process that holds one weight at a time;
+    return the files.
 
     `dtype`: that of the checkpoint's weights by default; a wider one takes the fp32 masters of weights that were not changed since.
     `like`: the model that it is of, on the meta device say: with it names, ties and config are those of transformers' files; without it
@@ -453,7 +461,7 @@ def export(
 
 
 def _write_whole(writer: _Writer, views: Sequence[View], source: Source, name: str, dtype: torch.dtype) -> None:
-    """What is made of one tensor of a checkpoint, which is then let go."""
+    """Write the tensors of the files that are made from the checkpoint's tensor `name`, which is read whole."""
     whole = source.whole(name)
     for view in views:
         found = view.cut(tuple(whole.shape), Block((0,) * whole.dim(), tuple(whole.shape)), whole)
@@ -462,7 +470,7 @@ def _write_whole(writer: _Writer, views: Sequence[View], source: Source, name: s
 
 
 def _refuse_other(source: Source, shapes: dict[str, tuple[int, ...]], like: nn.Module) -> None:
-    """Raise `CheckpointError` unless a model's tensors are those of a checkpoint."""
+    """Raise `CheckpointError` unless the model's tensors have the names and shapes of the checkpoint's."""
     held = {n: tuple(t.shape) for n, t in pretrained.tensors(like).items()}
     wrong = [n for n in held if n in shapes and held[n] != shapes[n]]
     missing = [n for n in held if n not in shapes]
@@ -477,7 +485,8 @@ def _refuse_other(source: Source, shapes: dict[str, tuple[int, ...]], like: nn.M
 
 
 def _widest(source: Source, name: str, dtype: torch.dtype, stale: list[str]) -> str:
-    """Where the numbers of a weight are read from."""
+    """Return the name of the checkpoint's tensor that a weight is read from: its fp32 master if a wider dtype is wanted
+    and the master is current."""
     state_of = f"{OPTIMIZER}{name}."
     newest = state_of + AHEAD if state_of + AHEAD in source.tensors else MODEL + name
     master = state_of + MASTER
@@ -490,7 +499,8 @@ def _widest(source: Source, name: str, dtype: torch.dtype, stale: list[str]) -> 
 
 
 def _twins(source: Source, names: Sequence[str]) -> dict[str, str]:
-    """The names of tied weights whose fp32 master is under another name: the checkpoint has it once, and the weight under each."""
+    """Return the name with the fp32 master for each tied weight without one: a checkpoint has the weight under every
+    name, the master under one."""
     mastered: dict[tuple[Any, ...], list[str]] = {}
     for name in names:
         if f"{OPTIMIZER}{name}.{MASTER}" in source.tensors:

@@ -1,10 +1,12 @@
-"""A folder of DeepSpeed's: weights in float32, the optimizer's states by parameter, buffers, counts and the loss scale.
+"""DeepSpeed's checkpoints as a source: weights in float32, the optimizer's states by parameter, buffers, counts and the
+loss scale.
 
-Of ZeRO's stages 0 to 3, universal, of pipelines with ZeRO, and of tensor parallelism that says what it has cut, also in pipelines. What each file
-says besides tensors is a pickle of DeepSpeed's objects, of which none is made (`zgraph.checkpoint.formats.torchfile`). Experts are refused: what they
-cut is not in these files. [Note: pipelines] Each stage has its own model file (mp_rank_01 is the second stage's) and the partitions of its
-parameters; what is no parameter is in a file of its layer. With tensor parallelism in a pipeline the second stage's are those that follow on the
-first stage's, one for each part (of two parts, mp_rank_02 and mp_rank_03), and a layer has a file for each part.
+Read are checkpoints of ZeRO stages 0 to 3, universal ones, those of pipelines with ZeRO, and those of tensor parallelism that describe how
+parameters are divided, also in pipelines. Besides tensors, each file holds a pickle of DeepSpeed's objects, none of which is constructed
+(`zgraph.checkpoint.formats.torchfile`). Experts are refused: these files do not say how they are divided. [Note: pipelines] Each stage has
+its own model file (mp_rank_01 is the second stage's) and the partitions of its parameters; tensors that are no parameters are in a file of
+their layer. With tensor parallelism in a pipeline, the second stage's files follow the first stage's, one for each tensor-parallel rank (of
+two, mp_rank_02 and mp_rank_03), and a layer has a file for each tensor-parallel rank.
 """
 
 from __future__ import annotations
@@ -38,12 +40,13 @@ ELSEWHERE = re.compile(r"layer_\d.*\.pt|expp_rank_\d.*\.pt|.*_expert_\d.*\.pt")
 
 
 def is_deepspeed(folder: Path) -> bool:
-    """Whether this folder holds one of DeepSpeed's checkpoints."""
+    """Return whether this folder holds one of DeepSpeed's checkpoints."""
     return (folder / FOLDER).is_dir() or any(MODEL_FILE.fullmatch(p.name) for p in folder.iterdir())
 
 
 class DeepSpeed(Source):
-    """Such a folder. Raises `CheckpointError` for one that is damaged or incomplete, `UnsupportedError` for other parallelism."""
+    """A folder of DeepSpeed's, as a source. Raises `CheckpointError` for one that is damaged or incomplete,
+    `UnsupportedError` for other parallelism."""
 
     kind = "DeepSpeed"
 
@@ -52,7 +55,7 @@ class DeepSpeed(Source):
         names = sorted(p.name for p in folder.iterdir())
         self._refuse_others(names)
         self._files: list[TorchFile] = []
-        if (folder / FOLDER).is_dir() and WHOLE in names:  # (one for any stage has stage 3's files beside it)
+        if (folder / FOLDER).is_dir() and WHOLE in names:  # (a universal one has stage 3's model files beside it)
             names = [n for n in names if n == WHOLE or not MODEL_FILE.fullmatch(n)]
         self._held: dict[str, Held | torch.Tensor] = {}
         try:
@@ -64,14 +67,15 @@ class DeepSpeed(Source):
                 state, ranks, read = self._of_one(self._ranked(names, MODEL_FILE), self._ranked(names, OPTIMIZER_FILE))
             self._hold(state, read)
             self.known = self._known(state, ranks, read)
-        except UnsupportedError:  # (which is a RuntimeError)
+        except UnsupportedError:  # (a RuntimeError, and so among `MALFORMED`)
             raise
         except MALFORMED as error:
             damaged(folder, f"{type(error).__name__}: {error}"[:300])
         self.tensors = {n: TensorInfo.whole(t.dtype, tuple(t.shape)) for n, t in self._held.items()}
 
     def _of_one(self, models: list[str], optimizers: list[str]) -> tuple[dict[str, Any], list[dict[str, Any]], Read]:
-        """What the files of a model, or of one stage of it, say: of the first rank, of each rank's optimizer, and all tensors."""
+        """Read the files of a whole model, or of one stage and tensor-parallel rank: return the first rank's model
+        state, each rank's optimizer state, and all tensors."""
         states = [self._table(models[0])] if models else [{}]
         if states[0].get("frozen_param_fragments") and len(models) > 1:
             states += [self._table(name) for name in models[1:]]
@@ -79,7 +83,7 @@ class DeepSpeed(Source):
         return states[0], ranks, self._read(states, ranks)
 
     def _of_stages(self, names: list[str]) -> tuple[dict[str, Any], list[dict[str, Any]], Read]:
-        """The same of a pipeline: see the module's note."""
+        """Read the files of a pipeline (see the module's note), and return the same."""
         parts = 1 + max(int(m[2] or 0) for n in names if (m := LAYER_FILE.fullmatch(n)))
         ranks_of = self._model_ranks(names)
         if len(ranks_of) % parts:
@@ -95,7 +99,7 @@ class DeepSpeed(Source):
             first, every = first or state, every or ranks
             whole.weights |= {
                 n: w for n, w in read.weights.items() if n not in whole.weights
-            }  # (tied ones are on several)
+            }  # (several stages may have a tied one)
             whole.states |= {k: v for k, v in read.states.items() if k not in whole.states}
             for at, group in enumerate(read.groups):
                 if at == len(whole.groups):
@@ -105,7 +109,7 @@ class DeepSpeed(Source):
         return {**first, "module": self._of_layers(names, whole)}, every, whole
 
     def _model_ranks(self, names: list[str]) -> list[int]:
-        """The numbers of `mp_rank`, all from 0 on. Raises `CheckpointError` where one is missing."""
+        """Return the numbers of `mp_rank` among the files. Raises `CheckpointError` unless they are 0, 1, …"""
         found = sorted({int(m[2]) for n in names for p in (MODEL_FILE, OPTIMIZER_FILE) if (m := p.fullmatch(n))})
         if found != list(range(len(found))):
             lost = next(r for r in range(len(found) + 1) if r not in found)
@@ -113,7 +117,8 @@ class DeepSpeed(Source):
         return found
 
     def _of_parts(self, names: list[str], parts: list[int]) -> tuple[dict[str, Any], list[dict[str, Any]], Read]:
-        """The same of tensor parallelism, or of a stage with it: each of its ranks (mp_rank) has files like those of a whole model."""
+        """Read the files of tensor parallelism, or of one pipeline stage with it, and return the same. Each
+        tensor-parallel rank (mp_rank) has files like those of a whole model."""
         states, every, reads = list[dict[str, Any]](), list[list[dict[str, Any]]](), list[Read]()
         layout: Layout | None = None
         for part in parts:
@@ -132,7 +137,8 @@ class DeepSpeed(Source):
         return states[0], every[0], merge(layout, reads, states, self.folder)
 
     def _of_layers(self, names: list[str], read: Read) -> dict[str, Any]:
-        """What is no parameter of a pipeline's layers, by its name. (A tied layer's file names it once more.)"""
+        """Return the tensors of a pipeline's layer files by name, the first tensor-parallel rank's. The second file of
+        a tied layer, none of whose names are in `read`, is skipped."""
         found: dict[str, Any] = {}
         for name in names:
             if (match := LAYER_FILE.fullmatch(name)) is None:
@@ -167,7 +173,8 @@ class DeepSpeed(Source):
             )
 
     def _ranked(self, names: list[str], pattern: re.Pattern[str]) -> list[str]:
-        """The files of all ranks, in their order."""
+        """Return the files of all data-parallel ranks that match the pattern, in rank order. Raises `CheckpointError`
+        if one is missing."""
         found = {int(m[1] or 0): n for n in names if (m := pattern.fullmatch(n))}
         if len(found) < sum(bool(pattern.fullmatch(n)) for n in names):
             raise CheckpointError("one rank has two files", where=str(self.folder), why="of two checkpoints, it seems")
@@ -221,7 +228,7 @@ class DeepSpeed(Source):
 
     @staticmethod
     def _parameters(state: Mapping[str, Any]) -> dict[str, Stored]:
-        """The module's own parameters in their order, those of two names once."""
+        """Return the module's own parameters in their order, a tied one under its first name."""
         buffers, found, places = set(state.get("buffer_names") or ()), {}, set()
         for name, value in state["module"].items():
             if isinstance(value, Stored) and name not in buffers and (value.start, value.shape) not in places:
@@ -230,7 +237,8 @@ class DeepSpeed(Source):
         return found
 
     def _hold(self, state: Mapping[str, Any], read: Read) -> None:
-        """Everything by its name in a source: what the optimizer has, then what only the module has, tied ones under each name."""
+        """Store every tensor by its name in a source: the optimizer's weights and states, then what only the module
+        has, tied ones under each name."""
         weights: dict[str, Held] = dict(read.weights)
         module = state.get("module") or {}
         at = {(w.start, w.shape): n for n, w in module.items() if isinstance(w, Stored) and w.elements and n in weights}
@@ -290,7 +298,7 @@ def _count(value: Any) -> int | None:
 
 
 def _loss_scale(state: Mapping[str, Any], ranks: list[dict[str, Any]], skipped: int) -> dict[str, float] | None:
-    """Half precision's, by the names of `zgraph.update.scaler`."""
+    """Return the state of fp16's loss scale, by the names of `zgraph.update.scaler`; None without one."""
     config = state.get("ds_config")
     half = config.get("fp16") if isinstance(config, dict) else None
     if not isinstance(half, dict) or half.get("enabled") is not True:

@@ -1,9 +1,9 @@
-"""Where each parameter lies in the partitions that DeepSpeed's ZeRO cuts parameters and states into.
+"""Which elements of each parameter are in which of the partitions that DeepSpeed's ZeRO cuts parameters and states
+into.
 
 Stages 1 and 2 (Rajbhandari et al., 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models") lay the parameters of a
 group end to end, pad the whole, and give each rank an equal part: a parameter may begin on one rank and end on the next. Stage 3 cuts
-each parameter, padded, into equal parts, and each rank lays its own end to end, in sub-groups. States are cut as the weights
-are.
+each parameter, padded, into equal parts, and each rank stores its own parts end to end, in sub-groups. States are cut as the weights are.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import torch
 from zgraph.checkpoint.formats.torchfile import Stored, number, plain_group
 from zgraph.errors import CheckpointError
 
-PADDED_TO = 2  # times the number of ranks, in elements
+PADDED_TO = 2  # a group is padded to a multiple of this times the number of ranks, in elements
 
 
 class Held(Protocol):
-    """A tensor of a checkpoint that is read when it is asked for."""
+    """A tensor of a checkpoint that is read only when asked for."""
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -35,26 +35,26 @@ class Held(Protocol):
 
 @dataclass(frozen=True)
 class Gathered:
-    """A tensor of this shape, row by row from parts of others: (tensor, first element, elements)."""
+    """A tensor whose elements, in row-major order, are parts of other tensors, one after another."""
 
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    parts: tuple[tuple[Stored, int, int], ...]
+    dtype: torch.dtype  # its dtype
+    shape: tuple[int, ...]  # its shape
+    parts: tuple[tuple[Stored, int, int], ...]  # (tensor, first element, number of elements) of each part
 
     def read(self) -> torch.Tensor:
-        """All of it. Raises `CheckpointError`."""
+        """Read all of it. Raises `CheckpointError`."""
         made = torch.empty(self.shape, dtype=self.dtype)
         self._read_into(made.view(-1), 0)
         return made
 
     def rows(self, first: int, count: int) -> torch.Tensor:
-        """So many of its rows (of dimension 0). Raises `CheckpointError`."""
+        """Read `count` of its rows (of dimension 0) from row `first` on. Raises `CheckpointError`."""
         made = torch.empty((count, *self.shape[1:]), dtype=self.dtype)
         self._read_into(made.view(-1), first * math.prod(self.shape[1:]))
         return made
 
     def _read_into(self, target: torch.Tensor, begin: int) -> None:
-        """Its elements from there on."""
+        """Fill a 1-d tensor with its elements from `begin` on."""
         at, end = 0, begin + target.numel()
         for stored, first, count in self.parts:
             low, high = max(at, begin), min(at + count, end)
@@ -65,15 +65,18 @@ class Gathered:
 
 @dataclass
 class Read:
-    """What a checkpoint holds of a model, by the names of parameters: `states` by parameter and key, steps as tensors of their own."""
+    """What a checkpoint holds of a model, by the names of parameters."""
 
-    weights: dict[str, Held] = field(default_factory=dict)
+    weights: dict[str, Held] = field(default_factory=dict)  # the weights, by parameter
+    # the optimizer's states by (parameter, key); the counts "step" are tensors in memory
     states: dict[tuple[str, str], Held | torch.Tensor] = field(default_factory=dict)
+    # each parameter group's options, and its parameters as "names"
     groups: list[dict[str, Any]] = field(default_factory=list)
 
 
 def first_stages(shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, Any]], path: Path) -> Read:
-    """Of stages 1 and 2: the shapes by parameter group, and the optimizer state of each rank. Raises `CheckpointError`."""
+    """Return what a checkpoint of ZeRO stage 1 or 2 holds. `shapes`: those of each parameter group; `ranks`: each
+    rank's optimizer state. Raises `CheckpointError`."""
     found, world = Read(), len(ranks)
     for index, group in enumerate(shapes):
         flats = [_flat(rank["single_partition_of_fp32_groups"][index], path) for rank in ranks]
@@ -99,7 +102,8 @@ def first_stages(shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[st
 
 
 def third_stage(shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, Any]], path: Path) -> Read:
-    """Of stage 3: the shapes by sub-group, and the optimizer state of each rank. Raises `CheckpointError`."""
+    """Return what a checkpoint of ZeRO stage 3 holds. `shapes`: those of each sub-group; `ranks`: each rank's optimizer
+    state. Raises `CheckpointError`."""
     found, world = Read(), len(ranks)
     described = ranks[0]["optimizer_state_dict"]["param_groups"]
     group_of = [g for g, group in enumerate(described) for _ in group["params"]]
@@ -124,7 +128,8 @@ def third_stage(shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str
 
 
 def in_equal_parts(name: str, shape: Sequence[int], flats: Sequence[Stored], path: Path, at: int = 0) -> Gathered:
-    """A parameter that every rank has an equal part of, the last one padded, from its element `at` on."""
+    """Return a parameter of which every rank has an equal part, the last padded, that begins at element `at` of the
+    rank's tensor."""
     total = math.prod(shape)
     each = -(-total // len(flats))
     parts = [(flat, at, max(0, min(each, total - rank * each))) for rank, flat in enumerate(flats)]
@@ -132,7 +137,7 @@ def in_equal_parts(name: str, shape: Sequence[int], flats: Sequence[Stored], pat
 
 
 def _straddling(name: str, shape: Sequence[int], at: int, part: int, flats: Sequence[Stored], path: Path) -> Gathered:
-    """One that begins at element `at` of tensors laid end to end, of which each has `part` elements."""
+    """Return a parameter that begins at element `at` of all ranks' tensors end to end, `part` elements each."""
     end = at + math.prod(shape)
     spans = [(max(at, r * part), min(end, (r + 1) * part), flat) for r, flat in enumerate(flats)]
     parts = [(flat, low - r * part, high - low) for r, (low, high, flat) in enumerate(spans) if low < high]
@@ -160,7 +165,7 @@ def _total(flats: Sequence[Stored]) -> int:
 
 
 def _state(optimizer: Any, index: int, path: Path) -> Mapping[str, Any]:
-    """What an optimizer keeps of the `index`-th of its tensors; nothing before its first step."""
+    """Return what an optimizer keeps of the `index`-th of its tensors; nothing before its first step."""
     if not isinstance(optimizer, dict):
         raise CheckpointError(
             "the optimizer's states were saved with elastic_checkpoint",
@@ -175,7 +180,7 @@ def _state(optimizer: Any, index: int, path: Path) -> Mapping[str, Any]:
 
 
 def _keys(state: Mapping[str, Any], least: int) -> Iterator[str]:
-    """The states with a number for each element."""
+    """Yield the names of states with a number for each element."""
     for key, value in state.items():
         if key != "step" and isinstance(value, Stored) and len(value.shape) == 1 and value.elements >= least:
             yield key

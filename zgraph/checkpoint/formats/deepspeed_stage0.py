@@ -1,7 +1,7 @@
-"""DeepSpeed's checkpoints without ZeRO: the module's own state dict, and an optimizer's, which has numbers for parameters.
+"""DeepSpeed's checkpoints without ZeRO: the module's own state dict, and an optimizer's, which numbers the parameters.
 
-The names of these are not saved. An optimizer has its parameters in the order of the model, within each group; so each one's place follows
-from the shapes of its states, if there is one way only to place them all. Where there are two, the checkpoint is refused.
+The optimizer's part has no names. Within each group its parameters are in the order of the model, so the shapes of the states determine
+the names if only one assignment fits. Where several fit, the checkpoint is refused.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from zgraph.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-MOST_WAYS = 100_000  # that are looked at
+MOST_WAYS = 100_000  # partial assignments that are kept at most
 
 
 def unsharded(weights: Mapping[str, Stored], saved: Mapping[str, Any] | None, path: Path) -> Read:
-    """`weights`: the module's parameters in its order, each once; `saved`: the optimizer's part. Raises `CheckpointError`."""
+    """Return what a checkpoint without ZeRO holds. `weights`: the module's parameters in its order, each once; `saved`:
+    the optimizer's part. Raises `CheckpointError`."""
     found = Read(dict(weights))
     if saved is None:
         return found
@@ -59,7 +60,7 @@ def unsharded(weights: Mapping[str, Stored], saved: Mapping[str, Any] | None, pa
 
 
 def _shape(state: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """The shape of an optimizer's states of one parameter; None where it has none."""
+    """Return the shape of an optimizer's states of one parameter; None if it has none, or several shapes."""
     shapes = {v.shape for k, v in state.items() if k != "step" and isinstance(v, Stored) and v.shape}
     return next(iter(shapes)) if len(shapes) == 1 else None
 
@@ -67,7 +68,10 @@ def _shape(state: Mapping[str, Any]) -> tuple[int, ...] | None:
 def _placed(
     names: Sequence[str], have: Sequence[tuple[int, ...]], groups: list[list[tuple[int, ...] | None]], path: Path
 ) -> list[list[str]]:
-    """The names of each group's parameters. A way is how many each group has by now, and what it took: names that none takes are frozen."""
+    """Return the names of each group's parameters, by the one assignment that fits the shapes. A partial assignment is
+    keyed by how many parameters each group has been given; its value is the number of ways to reach it, and the last
+    choice. Parameters that no group is given are frozen. Raises `CheckpointError` unless exactly one assignment
+    fits."""
     frozen = len(names) - sum(map(len, groups))
     ways: dict[tuple[int, ...], tuple[int, tuple[Any, ...] | None]] = {(0,) * len(groups): (1, None)}
     for place, shape in enumerate(have):
@@ -110,7 +114,7 @@ def _add(
 
 
 def _take_masters(found: Read, names: list[str], masters: Any, weights: Mapping[str, Stored], path: Path) -> None:
-    """Weights in float32, each of which must round to the one that the model has."""
+    """Take the weights of a group in float32. Raises `CheckpointError` unless each rounds to the module's own."""
     for name, master in zip(names, masters, strict=True):
         mine = weights[name]
         if not isinstance(master, Stored) or master.shape != mine.shape:

@@ -1,8 +1,9 @@
-"""Where each parameter lies in what DeepSpeed's tensor-parallel ranks hold of it.
+"""Which block of each parameter is in which of the files of DeepSpeed's tensor-parallel ranks.
 
-DeepSpeed 0.19.8 says it in `universal_checkpoint_info`, which its own conversion reads: the blocks of each parameter by rank (`affine_map`),
-and for those without one which patterns of names are cut by rows, are whole on every rank, or are several parameters in one. Megatron's
-have the patterns alone. Without any of it nothing is known: a fused weight looks like a plain one.
+DeepSpeed 0.19.8 writes it as `universal_checkpoint_info`, which its own conversion reads: the blocks of each parameter by rank
+(`affine_map`) and, for parameters without them, the patterns of names that are cut by rows, are whole on every rank, or are several
+parameters in one. Megatron's checkpoints have only the patterns. Without this information the division is unknown: a fused weight looks
+like a plain one.
 """
 
 from __future__ import annotations
@@ -23,34 +24,37 @@ from zgraph.checkpoint.source import naturals
 from zgraph.errors import CheckpointError, UnsupportedError
 
 INFO = "universal_checkpoint_info"
-AFFINE_VERSION = 1  # of the blocks' form, which DeepSpeed counts
-WIDTHS_SINCE = 0.4  # the version of the information that says how wide each rank's part of a fused parameter is
+AFFINE_VERSION = 1  # the newest version of the `affine_map` that is known here
+WIDTHS_SINCE = (
+    0.4  # the first version of the information that gives the widths of each rank's part of a fused parameter
+)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A block of a parameter: where it lies in the whole, and where in a rank's part, in elements."""
+    """A block of a parameter: its position in the whole parameter and in a rank's part, in elements."""
 
-    rank: int
-    shape: tuple[int, ...]
-    whole: tuple[int, tuple[int, ...]]  # first element, strides
-    part: tuple[int, tuple[int, ...]]
+    rank: int  # the tensor-parallel rank that has it
+    shape: tuple[int, ...]  # its shape
+    whole: tuple[int, tuple[int, ...]]  # in the whole: first element, strides
+    part: tuple[int, tuple[int, ...]]  # in the rank's part: first element, strides
 
 
 @dataclass(frozen=True)
 class Merged:
-    """A tensor put together from tensor-parallel parts. Of several ranks that hold one block the first is read; `averaged`: all of them."""
+    """A tensor put together from tensor-parallel ranks' parts."""
 
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    parts: tuple[Held, ...]
-    pieces: tuple[Piece, ...]
-    name: str
-    folder: Path
-    averaged: bool = False
+    dtype: torch.dtype  # its dtype
+    shape: tuple[int, ...]  # its whole shape
+    parts: tuple[Held, ...]  # each rank's part
+    pieces: tuple[Piece, ...]  # the blocks that it consists of; where several ranks have one, they must agree
+    name: str  # the parameter's name, for errors
+    folder: Path  # the checkpoint's folder, for errors
+    averaged: bool = False  # whether it is the mean of the ranks' parts
 
     def read(self) -> torch.Tensor:
-        """All of it. Raises `CheckpointError` where ranks differ in what all of them hold, or a block is missing."""
+        """Read all of it. Raises `CheckpointError` where ranks differ in a block that several hold, or a block is
+        missing."""
         parts = [part.read().reshape(-1) for part in self.parts]
         if self.averaged:
             return (sum(parts[1:], parts[0].clone()) / len(parts)).reshape(self.shape)
@@ -74,7 +78,7 @@ class Merged:
         return made.reshape(self.shape)
 
     def rows(self, first: int, count: int) -> torch.Tensor:
-        """So many of its rows (of dimension 0). Raises `CheckpointError`."""
+        """Read `count` of its rows (of dimension 0) from row `first` on. Raises `CheckpointError`."""
         return self.read()[first : first + count]
 
 
@@ -103,7 +107,8 @@ class Layout:
         self._affine: Mapping[str, Any] = affine.get("params") or {}
 
     def merged(self, name: str, parts: Sequence[Held], *, weight: bool = True) -> Merged:
-        """A parameter, or a state of it, from the ranks' parts. Raises `CheckpointError`, and `UnsupportedError` for what is not described."""
+        """Return a parameter, or a state of one, put together from the ranks' parts. Raises `CheckpointError`, and
+        `UnsupportedError` for what is not described."""
         shapes = [tuple(p.shape) for p in parts]
         if len({p.dtype for p in parts}) > 1:
             raise CheckpointError(f"ranks hold {name} in several dtypes", where=str(self._folder))
@@ -142,7 +147,8 @@ class Layout:
     def _of_map(
         self, name: str, said: Mapping[str, Any], shapes: Sequence[tuple[int, ...]], *, weight: bool
     ) -> tuple[tuple[int, ...], list[Piece]]:
-        """By a map of blocks: {"logical_shape", "ranks": {rank: {"shard_shape", "pieces"}}}."""
+        """Return (shape, blocks) by the `affine_map`'s entry for a name: {"logical_shape", "ranks": {rank:
+        {"shard_shape", "pieces"}}}."""
         shape, pieces = naturals(said["logical_shape"]), list[Piece]()
         ranks = {int(rank): held for rank, held in said["ranks"].items()}
         if sorted(ranks) != list(range(self._ranks)):
@@ -176,7 +182,8 @@ class Layout:
         return shapes[0], [Piece(rank, shapes[0], at, at) for rank in range(len(shapes))]
 
     def _of_patterns(self, name: str, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], list[Piece]]:
-        """By the rules for names: cut in dimension 1 or 0, or several parameters in one, each of them cut."""
+        """Return (shape, blocks) by the patterns that a name matches: divided along dimension 1 or 0, or several
+        parameters in one, each divided."""
         if self._says("parameter_with_2_sub_params_cat_dim_0", name):
             return self._cut(name, shapes, 0, [[s[0] // 2 for s in shapes]] * 2)
         for fused in self._info.get("parameter_with_sub_params") or ():
@@ -209,7 +216,8 @@ class Layout:
     def _cut(
         self, name: str, shapes: Sequence[tuple[int, ...]], dim: int, widths: Sequence[Sequence[int]]
     ) -> tuple[tuple[int, ...], list[Piece]]:
-        """Cut in one dimension: by `widths[i][rank]`, the part that a rank has of the `i`-th of the parameters in one."""
+        """Return (shape, blocks) of a parameter divided along one dimension: `widths[i][rank]` is the width of a rank's
+        part of the `i`-th of the parameters in one."""
         for rank, shape in enumerate(shapes):
             expected = list(shapes[0])
             expected[dim] = sum(w[rank] for w in widths)
@@ -229,7 +237,7 @@ class Layout:
         return tuple(whole), pieces
 
     def _without_padding(self, shape: tuple[int, ...], pieces: Sequence[Piece]) -> tuple[tuple[int, ...], list[Piece]]:
-        """A vocabulary's rows, without those that were added to divide it evenly."""
+        """Return (shape, blocks) of a vocabulary without the rows that were added to divide it evenly."""
         rows = min(shape[0], self._info.get("original_vocab_size") or shape[0])
         kept, each = list[Piece](), math.prod(shape[1:])
         for piece in pieces:
@@ -252,7 +260,8 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def merge(layout: Layout, reads: Sequence[Read], states: Sequence[Mapping[str, Any]], folder: Path) -> Read:
-    """What tensor-parallel ranks hold, as one: `reads` is what each one's files say, `states` its model's. Raises `CheckpointError`."""
+    """Return what all tensor-parallel ranks hold, put together. `reads`: the tensors of each one's files; `states`: its
+    model state. Raises `CheckpointError` and `UnsupportedError`."""
     found = Read(groups=reads[0].groups)
     names = list(reads[0].weights)
     weights = [_held(state) for state in states]
@@ -275,21 +284,21 @@ def merge(layout: Layout, reads: Sequence[Read], states: Sequence[Mapping[str, A
             found.states[name, key] = layout.merged(name, whole, weight=False)
     taken = {(w.start, w.shape) for n, w in weights[0].items() if n in found.weights}
     tied = states[0].get("shared_params") or {}
-    for name, first in weights[0].items():  # what no optimizer has: frozen before stage 2
+    for name, first in weights[0].items():  # what no optimizer has: frozen parameters below stage 2
         if name not in found.weights and name not in tied and (first.start, first.shape) not in taken:
             found.weights[name] = layout.merged(name, [held[name] for held in weights])
     return found
 
 
 def _held(state: Mapping[str, Any]) -> dict[str, Stored]:
-    """A rank's parameters that its model file has, but for what a ZeRO stage has taken out of it."""
+    """Return the parameters in a rank's model file; those that a ZeRO stage has emptied are left out."""
     buffers = set(state.get("buffer_names") or ())
     module = state.get("module") or {}
     return {n: v for n, v in module.items() if isinstance(v, Stored) and n not in buffers and v.elements}
 
 
 def check_buffers(states: Sequence[Mapping[str, Any]], folder: Path) -> None:
-    """Raise `UnsupportedError` for a buffer that is another one on each tensor-parallel rank."""
+    """Raise `UnsupportedError` for a buffer that differs between tensor-parallel ranks."""
     names = states[0].get("buffer_names") or ()
     held = [{name: (state.get("module") or {}).get(name) for name in names} for state in states]
     for one, other in itertools.pairwise(held):
@@ -297,7 +306,7 @@ def check_buffers(states: Sequence[Mapping[str, Any]], folder: Path) -> None:
 
 
 def check_same(one: Mapping[str, Any], other: Mapping[str, Any], folder: Path) -> None:
-    """Raise `UnsupportedError` for a tensor that is another one on two tensor-parallel ranks."""
+    """Raise `UnsupportedError` for a tensor that differs between two tensor-parallel ranks."""
     for name, mine in one.items():
         theirs = other.get(name)
         if not isinstance(mine, Stored) and not isinstance(theirs, Stored):

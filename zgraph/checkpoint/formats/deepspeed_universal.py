@@ -20,8 +20,8 @@ COMMON = "optimizer_state.pt"
 
 
 def universal(folder: Path, shapes: Sequence[Mapping[str, Any]], leave: set[str]) -> tuple[Read, list[TorchFile]]:
-    """The folder `zero` read, and its files. `shapes`: those of parameters that may be saved flat; `leave`: tensors that are elsewhere
-    (buffers, which are written beside parameters). Raises `CheckpointError`."""
+    """Read the folder `zero`; return what it holds, and its files. `shapes`: those of parameters, which may be saved
+    flat; `leave`: names that are not read (buffers, which are written beside parameters). Raises `CheckpointError`."""
     found, files = Read(), []
     known = {name: tuple(shape) for group in shapes for name, shape in group.items()}
     for place in sorted(folder.iterdir()):
@@ -60,7 +60,8 @@ def _shaped(stored: Stored, shape: tuple[int, ...] | None, path: Path) -> Stored
 
 
 def _complete_steps(found: Read, path: Path) -> None:
-    """Of stage 3 there is no count for each parameter, but one in what all have in common."""
+    """Add the counts of updates that ZeRO stage 3 saves in no parameter's folder, but once in the file for all, if all
+    of its counts agree."""
     without = {n for n, key in found.states if key != "step"} - {n for n, key in found.states if key == "step"}
     if not without or not path.exists():
         return

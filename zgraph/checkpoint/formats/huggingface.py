@@ -21,7 +21,8 @@ FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}\.safetensors")
 
 
 class Safetensors(Source):
-    """Such a folder, or one file. Raises `CheckpointError` where files lack something, or do not fit together."""
+    """A folder of safetensors, or one such file, as a source. Raises `CheckpointError` where files lack something or do
+    not fit together."""
 
     kind = "safetensors"
 
@@ -46,7 +47,8 @@ class Safetensors(Source):
         self.known = Known()
 
     def _listed(self) -> list[str]:
-        """The files of the folder, and each tensor's file by the index, if there is one."""
+        """Return the folder's files of tensors; those that the index names, if there is one, which must hold what it
+        says."""
         present = sorted(p.name for p in self.folder.iterdir() if p.name.endswith(SUFFIX))
         indices = sorted(p for p in self.folder.iterdir() if p.name.endswith(SUFFIX + INDEX))
         if len(indices) > 1:
@@ -95,4 +97,4 @@ class Safetensors(Source):
         return file.tensor(piece, first, count)
 
     def verify(self, share: int = 0, of: int = 1) -> None:
-        """Nothing more: such files have no checksums, and opening them has compared their sizes with their headers."""
+        """Do nothing: such files have no checksums, and opening them has compared their sizes with their headers."""

@@ -1,8 +1,8 @@
-"""Which names of a checkpoint are a model's, and which an optimizer's, whatever keys it was saved under.
+"""Find out which names of a checkpoint are the model's, and which the optimizer's, whatever keys it was saved under.
 
-torch.distributed.checkpoint joins the keys of nested dicts with dots. An optimizer's part is known by its form, as
-`torch.distributed.checkpoint.state_dict` gives it: `PREFIX.state.NAME.KEY` beside `PREFIX.param_groups`; the model's by the names that
-the optimizer has states of, or else by the keys that it was saved under. What may mean two things is refused.
+torch.distributed.checkpoint joins the keys of nested dicts with dots. The optimizer's part is recognised by the form that
+`torch.distributed.checkpoint.state_dict` gives it: `PREFIX.state.NAME.KEY` beside `PREFIX.param_groups`; the model's part by the names
+that the optimizer has states of, or else by the keys that it was saved under. What is ambiguous is refused.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ STATE, GROUPS = "state", "param_groups"
 
 @dataclass
 class Parts:
-    """`names`: a source's name of each tensor, and its name in the checkpoint. `optimizer`: what stands before `state.` and
-    `param_groups`; None without one."""
+    """The tensors of the model and its optimizer among those of a checkpoint."""
 
+    # the name in the checkpoint's files of each tensor, by its name in a `Source`
     names: dict[str, str] = field(default_factory=dict)
-    optimizer: str | None = None
+    optimizer: str | None = None  # the prefix of the optimizer's `state.` and `param_groups`; None without one
 
 
 def unwrapped(name: str) -> str:
-    """A parameter's name without what compilers and wrappers put into it."""
+    """Return a parameter's name without what compilers and wrappers add to it."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def unwrapped_all(names: Mapping[str, str]) -> dict[str, str]:
-    """From each name in a checkpoint to the parameter's without wrappers, DistributedDataParallel's included, where `names` gives the
-    parameter's with them. Raises `CheckpointError` for two that are the same then."""
+    """Return the parameter's name without wrappers for each name in a checkpoint, where `names` gives it with them;
+    DistributedDataParallel's prefix is removed if all have it. Raises `CheckpointError` if two names become the
+    same."""
     found = {name: unwrapped(of) for name, of in names.items()}
     if found and all(n.startswith(WRAPPER) for n in found.values()):
         found = {name: n.removeprefix(WRAPPER) for name, n in found.items()}
@@ -55,9 +56,11 @@ def unwrapped_all(names: Mapping[str, str]) -> dict[str, str]:
 def parted(
     tensors: Collection[str], values: Collection[str], paths: Mapping[str, tuple[str | int, ...]], where: str
 ) -> Parts:
-    """The names of tensors, of other values, and by which keys each was saved, where that is known. Raises `CheckpointError`."""
+    """Tell apart the model's tensors and the optimizer's. `tensors` and `values`: the names of tensors and of other
+    values; `paths`: the keys that a name was saved under, where they are known. Raises `CheckpointError` for what is
+    ambiguous."""
     prefix = _optimizer([*tensors, *values], tensors, where)
-    states: dict[str, tuple[str, str]] = {}  # (from a name in the checkpoint to the parameter's and the state's)
+    states: dict[str, tuple[str, str]] = {}  # (parameter, key of the state) by name in the checkpoint
     if prefix is not None:
         for name in tensors:
             if name.startswith(f"{prefix}{STATE}."):
@@ -91,7 +94,8 @@ def parted(
 
 
 def _optimizer(every: Collection[str], tensors: Collection[str], where: str) -> str | None:
-    """What stands before an optimizer's `state.` and `param_groups`."""
+    """Return the prefix of an optimizer's `state.` and `param_groups`; None without an optimizer. Raises
+    `CheckpointError` for several."""
     found = {_before(name, GROUPS) for name in every} - {None}
     if not found:  # (a file of tensors alone has no groups)
         found = {p for p in {_before(n, STATE) for n in tensors} if p and _is_optimizer(p, tensors)}
@@ -113,7 +117,7 @@ def _before(name: str, part: str) -> str | None:
 
 
 def _is_optimizer(prefix: str, tensors: Collection[str]) -> bool:
-    """Whether these are states of parameters that the checkpoint has too."""
+    """Return whether all tensors under this prefix are states of parameters that the checkpoint has too."""
     begin = f"{prefix}{STATE}."
     under = [n for n in tensors if n.startswith(prefix)]
     owners = {n.removeprefix(begin).rpartition(".")[0] for n in under}
@@ -125,7 +129,9 @@ def _is_optimizer(prefix: str, tensors: Collection[str]) -> bool:
 def _model(
     names: Mapping[str, str], owners: Collection[str], paths: Mapping[str, tuple[str | int, ...]], where: str
 ) -> str:
-    """What stands before the names of a model's tensors. `names`: in the checkpoint, and without wrappers."""
+    """Return the prefix of the model's tensors. `names`: those of tensors without wrappers, by name in the checkpoint;
+    `owners`: the parameters that the optimizer has states of. Raises `CheckpointError` if several prefixes are
+    possible."""
     if owners:
         some, known = min(owners), set(names.values())
         found = {n[: -len(some)] for n in known if n == some or n.endswith("." + some)}

@@ -1,8 +1,9 @@
-"""A folder of plain torch.distributed.checkpoint: `.metadata` and `*.distcp`, as FSDP2, torchtitan and Lightning write them.
+"""A folder of plain torch.distributed.checkpoint as a source: `.metadata` and `*.distcp`, as FSDP2, torchtitan and
+Lightning write them.
 
-`.metadata` is a pickle: it is taken apart with the names of torch's own metadata classes alone, of which nothing but what they hold is
-kept, and refused if it names anything else. Each block is a small file of `torch.save` inside a larger one, at a place that the
-metadata says.
+`.metadata` is a pickle. It is parsed without constructing any object: torch's own metadata classes become records of what they hold, and a
+pickle that names anything else is refused. Each block is a small file of `torch.save` inside a larger one, at a position that the metadata
+gives.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ _CLASSES = {
 
 
 class PlainDcp(Source):
-    """Such a folder. Raises `CheckpointError` for one that is damaged, or where it can't be known what is the model."""
+    """A folder of torch.distributed.checkpoint, as a source. Raises `CheckpointError` for one that is damaged, or if it
+    is ambiguous which part is the model."""
 
     kind = "torch.distributed.checkpoint"
 
@@ -81,7 +83,8 @@ class PlainDcp(Source):
         self.tensors = {n: infos[of] for n, of in parts.names.items()}
 
     def _parsed(self, data: bytes) -> tuple[dict[str, TensorInfo], list[str], dict[str, tuple[str | int, ...]]]:
-        """Of `.metadata`: the tensors, the names of other values, and the keys that each was saved by. Raises one of `MALFORMED`."""
+        """Parse `.metadata`: return the tensors, the names of other values, and the keys that each name was saved
+        under. Raises one of `MALFORMED`, and `CheckpointError`."""
         found = unpickled(data, self._global).state
         infos, values = {}, []
         for name, entry in found["state_dict_metadata"].items():
@@ -165,8 +168,8 @@ class PlainDcp(Source):
             self._item(self._names[name], block.offsets).verify()
 
     def _groups(self, prefix: str | None, values: list[str]) -> list[dict[str, Any]]:
-        """The numbers of parameter groups, where groups were saved as such: `param_groups.0.lr`. Where they were flattened each number is
-        there once for each parameter, and they are left out."""
+        """Return the numbers of parameter groups, if groups were saved as such (`param_groups.0.lr`). Flattened ones,
+        with each number once for each parameter, are left out."""
         found: dict[int, dict[str, Any]] = {}
         for name in values if prefix is not None else ():
             words = name.removeprefix(f"{prefix}{GROUPS}.").split(".")

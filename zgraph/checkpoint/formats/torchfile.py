@@ -1,8 +1,8 @@
-"""A file of `torch.save`, read without running what is in it.
+"""Read a file of `torch.save` without running what is in it.
 
 It is a ZIP archive: `data.pkl`, a pickle of everything but the tensors' numbers, and one uncompressed record for each storage. The
-pickle is taken apart by an unpickler that knows plain values, dtypes, shapes and tensors. Whatever else it names becomes an `Inert`: what
-was given to it is kept, and nothing is imported, called or made. Tensors are not read but described (`Stored`).
+pickle is parsed by an unpickler that knows plain values, dtypes, shapes and tensors. Whatever else it names becomes an `Inert`, which keeps
+its arguments and state; nothing is imported, called or constructed. Tensors are not read but described (`Stored`).
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ STORAGES = {
     "UntypedStorage": torch.uint8,
 }
 MOST_NUMBERS, MOST_LEVELS = 1_000_000, 20  # of a parameter group
-LOCAL_HEADER = 30  # bytes of a record's header in the archive, but for its name and what is added to it
-# What malformed bytes make the readers of ZIP archives and pickles, or torch, raise.
+LOCAL_HEADER = 30  # bytes of a record's header in the archive, without its name and extra field
+# The errors that readers of ZIP archives and pickles, and torch, raise for malformed bytes.
 MALFORMED = (
     pickle.UnpicklingError,
     zipfile.BadZipFile,
@@ -59,7 +59,7 @@ MALFORMED = (
 
 
 class Inert:
-    """Stands for an object of a class that is not known here: where it was from, what it was made with, and its state."""
+    """A stand-in for an object of an unknown class: `origin` is the class, `args` its arguments, `state` its state."""
 
     origin = ""
 
@@ -92,26 +92,26 @@ class Inert:
 class _Dtype:
     """A class of storages."""
 
-    dtype: torch.dtype
+    dtype: torch.dtype  # the dtype of its elements
 
 
 @dataclass(frozen=True)
 class _Storage:
-    path: Path
-    dtype: torch.dtype
-    start: int
-    nbytes: int
+    path: Path  # the file
+    dtype: torch.dtype  # the dtype of its elements
+    start: int  # its first byte in the file
+    nbytes: int  # its size
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor that lies in a file, `start` bytes from its beginning."""
+    """A tensor in a file, not read yet."""
 
-    path: Path  # (no open file: a checkpoint of many ranks has more than a process may hold open)
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    start: int
+    path: Path  # the file, not kept open: a checkpoint of many ranks has more files than a process may open
+    dtype: torch.dtype  # its dtype
+    shape: tuple[int, ...]  # its shape
+    strides: tuple[int, ...]  # its strides in elements
+    start: int  # its first byte in the file
 
     @property
     def elements(self) -> int:
@@ -128,7 +128,7 @@ class Stored:
         return True
 
     def read(self) -> torch.Tensor:
-        """All of it. Raises `CheckpointError`."""
+        """Read all of it. Raises `CheckpointError`."""
         if self.in_rows:
             made = torch.empty(self.shape, dtype=self.dtype)
             self.read_into(made.view(-1), 0)
@@ -139,7 +139,7 @@ class Stored:
         return raw.as_strided(self.shape, self.strides).contiguous()
 
     def rows(self, first: int, count: int) -> torch.Tensor:
-        """So many of its rows (of dimension 0). Raises `CheckpointError`."""
+        """Read `count` of its rows (of dimension 0) from row `first` on. Raises `CheckpointError`."""
         if not self.in_rows:
             return self.read()[first : first + count]
         made = torch.empty((count, *self.shape[1:]), dtype=self.dtype)
@@ -147,7 +147,8 @@ class Stored:
         return made
 
     def read_into(self, target: torch.Tensor, first: int) -> None:
-        """Fill a 1-d tensor of its dtype with its elements from the `first` on, row by row. Raises `CheckpointError`."""
+        """Fill a 1-d tensor of the same dtype with its elements from the `first` on, in row-major order. Raises
+        `CheckpointError`."""
         assert self.in_rows and first + target.numel() <= self.elements
         _fill(self.path, target, self.start + first * self.dtype.itemsize)
 
@@ -158,8 +159,8 @@ def _fill(path: Path, target: torch.Tensor, at: int) -> None:
 
 
 class TorchFile:
-    """An archive of `torch.save`, which is a whole file or so many bytes of one. `value` is what was saved, with `Stored` in place of tensors
-    and `Inert` in place of what is not known. Raises `CheckpointError`."""
+    """An archive of `torch.save`, which is a whole file or `nbytes` bytes of one from `start` on. `value` is what was
+    saved, with `Stored` in place of tensors and `Inert` in place of unknown objects. Raises `CheckpointError`."""
 
     def __init__(self, path: Path, start: int = 0, nbytes: int | None = None) -> None:
         self.path = path
@@ -189,7 +190,8 @@ class TorchFile:
         return unpickled(file.read(*self._places[names[0]]), self._global, self._stored)
 
     def _place(self, file: OpenFile, record: zipfile.ZipInfo) -> tuple[int, int]:
-        """Where a record's bytes lie in the file, and how many there are."""
+        """Return (the first byte in the file, the size) of a record. Raises `ValueError` if it is compressed or outside
+        of the archive."""
         at = self.start + record.header_offset
         header = file.read(at, LOCAL_HEADER)
         name, extra = struct.unpack("<HH", header[26:30])
@@ -230,7 +232,8 @@ class TorchFile:
 
 
 def unpickled(data: bytes, find: Callable[[str, str], Any], refer: Callable[[Any], Any] | None = None) -> Any:
-    """A pickle taken apart: `find(module, name)` says what stands for a global, `refer` for what lies outside. Raises one of `MALFORMED`."""
+    """Parse a pickle: `find(module, name)` returns the stand-in for a global, `refer` that for a persistent reference.
+    Raises one of `MALFORMED`."""
     reader = _Unpickler(io.BytesIO(data), encoding="utf-8")
     reader.find = find
     reader.refer = refer
@@ -238,7 +241,7 @@ def unpickled(data: bytes, find: Callable[[str, str], Any], refer: Callable[[Any
 
 
 class _Unpickler(pickle._Unpickler):
-    # In Python, not C: that one makes a table as long as the largest number in the pickle, however large.
+    # In Python, not C: the one in C allocates a memo table as long as the largest index in the pickle, however large.
     find: Callable[[str, str], Any]
     refer: Callable[[Any], Any] | None
     stack: list[Any]
@@ -252,20 +255,21 @@ class _Unpickler(pickle._Unpickler):
         return self.refer(described)
 
     def load_build(self) -> None:
-        """Only what stands for an unknown object has a state: elsewhere it would change what is not the pickle's."""
+        """Set the state of a stand-in; ignore that of an `OrderedDict`; refuse any other, which could change objects
+        outside the pickle."""
         state = self.stack.pop()
         made = self.stack[-1]
         if isinstance(made, Inert):
             made.state = state
-        elif not isinstance(made, OrderedDict):  # (of which it would be attributes)
+        elif not isinstance(made, OrderedDict):  # (whose state would be attributes)
             raise pickle.UnpicklingError(f"a state for a {type(made).__name__}")
 
     dispatch: ClassVar[dict[int, Callable[..., None]]] = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: load_build}
-    del dispatch[pickle.BYTEARRAY8[0]]  # (which takes as much memory as the pickle says)
+    del dispatch[pickle.BYTEARRAY8[0]]  # (it allocates as much memory as the pickle asks for)
 
 
 def known_global(module: str, name: str) -> Any:
-    """What a global of plain values, shapes and dtypes is; None for all others."""
+    """Return the class or dtype that a global of plain values and shapes names; None for all others."""
     if (module, name) == ("collections", "OrderedDict"):
         return OrderedDict
     if (module, name) == ("torch", "Size"):
@@ -304,7 +308,7 @@ def _rebuild_parameter(data: Any, *_: Any) -> Any:
 
 
 def _rebuild_from_type_v2(function: Any, kind: Any, args: Any, *_: Any) -> Any:
-    """A tensor with attributes, which are left out; subclasses of tensors are not known."""
+    """Rebuild a tensor without its attributes; an `Inert` for a subclass of tensors."""
     known = getattr(kind, "origin", "") in ("torch.Tensor", "torch.nn.parameter.Parameter")
     return function(*args) if known and function in _REBUILT.values() else Inert(*args)
 
@@ -319,7 +323,8 @@ _REBUILT = {
 
 
 def number(value: Any, what: str) -> float | None:
-    """A number of a checkpoint, if it is one, also as a tensor of one element. Raises `CheckpointError` if it can't be read."""
+    """Return a checkpoint's number, which may be a tensor of one element; None if it is no number. Raises
+    `CheckpointError` if it can't be read."""
     if isinstance(value, Stored):
         if value.elements != 1 or value.dtype.is_complex:
             raise CheckpointError(f"{what} is no number but {list(value.shape)}", where=str(value.path))
@@ -328,14 +333,14 @@ def number(value: Any, what: str) -> float | None:
 
 
 def plain_group(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a parameter group says besides its parameters: numbers, strings and lists of them, as JSON has them; None for all else. Raises
-    `CheckpointError` for more than a group has."""
+    """Return a parameter group's options (not its parameters) as JSON: numbers, strings and lists of them, None for all
+    else. Raises `CheckpointError` for more values than a group has."""
     left = itertools.count(MOST_NUMBERS, -1)
     return {k: _plain(v, left, 0) for k, v in group.items() if k != "params"}
 
 
 def _plain(value: Any, left: Iterator[int], depth: int) -> Any:
-    # A pickle may hold one list in many places: a short one could be written out for hours.
+    # A pickle may refer to one list in many places: written out, a short pickle could grow without bound.
     if depth > MOST_LEVELS or not next(left):
         raise CheckpointError(
             "a parameter group holds too much",
@@ -347,7 +352,7 @@ def _plain(value: Any, left: Iterator[int], depth: int) -> Any:
 
 
 class _Window(io.RawIOBase):
-    """So many bytes of a file, as a file."""
+    """A range of bytes of a file, as a file."""
 
     def __init__(self, file: OpenFile, start: int, nbytes: int) -> None:
         self._file, self._start, self._nbytes, self._at = file, start, nbytes, 0

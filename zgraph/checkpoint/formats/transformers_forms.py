@@ -1,7 +1,7 @@
-"""The files of a model of transformers' by the names and in the forms that the model holds its weights in.
+"""The files of a transformers model, by the names and in the forms that the model holds its weights in.
 
-transformers 5 holds some weights in another form than files have them, Mixtral's experts as one tensor say. What `pretrained.views` says of which
-part of which weight a file's tensor is, is read here the other way round: each is a block of the weight.
+transformers 5 holds some weights in another form than their files have, Mixtral's experts, for example, as one tensor.
+`pretrained.views` says which part of which weight each tensor of a file is; here each such part is a block of the weight.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ logger = logging.getLogger(__name__)
 
 
 class AsModel(Source):
-    """Tensors of files as those of a model, by its names. `partial`: tensors that the files lack are no error, and stay as they are, nor are those
-    that the model lacks; both are told. Raises `CheckpointError` for a weight of which the files have some parts."""
+    """The tensors of files as those of a model, by its names. Raises `CheckpointError` for a weight of which the files
+    have only some parts. `partial`: tensors that the files lack keep the model's values, and tensors that the model
+    lacks are left out; both are logged."""
 
     def __init__(self, files: Source, model: Any, *, partial: bool) -> None:
         self.files, self.partial = files, partial
@@ -66,7 +67,7 @@ class AsModel(Source):
             self.tensors |= {MODEL + n: files.tensors[MODEL + n] for n in beyond}
 
     def _info(self, name: str, views: Sequence[View], shape: tuple[int, ...]) -> TensorInfo:
-        """A weight, in a block for each tensor of the files that it is made of."""
+        """Return a weight, with one block for each tensor of the files that it is made of."""
         blocks, dtypes = [], set()
         for view in views:
             block, order = _placed(view, shape)
@@ -78,7 +79,7 @@ class AsModel(Source):
                         where=str(self.folder),
                         hint="build the model from the config that lies beside them",
                     )
-                return info  # (who compares it with the model's says so)
+                return info  # (the load compares shapes with the model's, and raises)
             dtypes.add(info.dtype)
             blocks.append(block)
             self._blocks[name, block.offsets] = self._of[view.name], order, view.sizes
@@ -98,12 +99,14 @@ class AsModel(Source):
         return super().rows(name, block, first, count)
 
     def verify(self, share: int = 0, of: int = 1) -> None:
-        """As the files say."""
+        """Verify the files."""
         self.files.verify(share, of)
 
 
 def _named(views: Sequence[View], there: set[str], prefix: str) -> dict[str, str]:
-    """Which tensor of the files each is: by its name, or by that without or with what stands before the names of the model without its head."""
+    """Return the name of each view's tensor in the files, where they have it. If the files have none of the views'
+    names, these are tried without and with `prefix`, which the names of a base model and of the same model with a head
+    differ by."""
     own = {v.name for v in views}
     if not own & there and prefix:
         for found in (
@@ -116,7 +119,8 @@ def _named(views: Sequence[View], there: set[str], prefix: str) -> dict[str, str
 
 
 def _placed(view: View, shape: tuple[int, ...]) -> tuple[Block, tuple[int, ...]]:
-    """Where in a weight of this shape a tensor lies, and the order in which its dimensions are there. Raises `CheckpointError` if it is no box."""
+    """Return the block of a weight of this shape that a view fills, and the order of the view's dimensions in it.
+    Raises `CheckpointError` if it fills no box."""
     rest, offsets = view.offset, []
     strides = row_by_row(shape)
     for stride in strides:

@@ -1,7 +1,8 @@
-"""A checkpoint of any system, written as DeepSpeed's: partitions of ZeRO's stages 1 to 3 for a number of ranks, or a universal one for any.
+"""Write a checkpoint of any system as DeepSpeed's: partitions of ZeRO stages 1 to 3 for a number of ranks, or a
+universal one for any number.
 
 The files are those of DeepSpeed 0.19. Its loaders need objects of its own classes in them (a loss scaler, addresses of fragments): these are written
-by name, so that DeepSpeed need not be installed here. How partitions are cut is told in `zgraph.checkpoint.formats.deepspeed_partitions`.
+by name, so that DeepSpeed need not be installed here. `zgraph.checkpoint.formats.deepspeed_partitions` describes how partitions are cut.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ SUB_GROUP = 10**9  # elements of a rank's part of a sub-group at stage 3: DeepSp
 MASTER = "master"
 Layout = Literal["universal", 1, 2, 3]
 
-# What DeepSpeed's and torch's optimizers look up in a group, besides what the plan's have.
+# Options that DeepSpeed's and torch's optimizers look up in a group, where the plan's optimizer has none of the name.
 _DEFAULTS = {
     "bias_correction": True,
     "amsgrad": False,
@@ -42,15 +43,15 @@ _DEFAULTS = {
 
 @dataclass(frozen=True)
 class Object:
-    """One of DeepSpeed's own objects, by the name of its class."""
+    """One of DeepSpeed's own objects, written by the name of its class."""
 
-    module: str
-    name: str
-    state: dict[str, Any]
+    module: str  # the module of its class
+    name: str  # its class's name
+    state: dict[str, Any]  # its attributes
 
 
 class _Pickler(pickle._Pickler):
-    """Writes `Object`s as what they stand for."""
+    """A pickler that writes each `Object` as an object of its class."""
 
     def save(self, obj: Any, save_persistent_id: bool = True) -> None:
         if not isinstance(obj, Object):
@@ -62,7 +63,7 @@ class _Pickler(pickle._Pickler):
         self.write(pickle.BUILD)  # type: ignore[attr-defined]
 
 
-_BY_NAME: Any = ModuleType("pickle")  # (as torch takes one)
+_BY_NAME: Any = ModuleType("pickle")  # (torch takes a module with a `Pickler`)
 _BY_NAME.Pickler = _Pickler
 
 
@@ -74,9 +75,10 @@ def _save(value: Any, path: Path) -> None:
 
 
 class Content:
-    """What of a source a DeepSpeed checkpoint has: `groups` of the names of parameters that train, the `frozen` ones, and `buffers`.
+    """What a DeepSpeed checkpoint holds of a source: `groups` of the names of trained parameters, the `frozen` ones,
+    and `buffers`.
 
-    Raises `CheckpointError` for a source without an optimizer, or whose states are no numbers for each weight.
+    Raises `CheckpointError` for a source without an optimizer, or with states that are not shaped as their weights.
     """
 
     def __init__(self, source: Source) -> None:
@@ -130,23 +132,23 @@ class Content:
         return math.prod(self.shape(name))
 
     def state_keys(self, name: str) -> list[str]:
-        """The states with a number for each weight."""
+        """Return the names of a parameter's states that are shaped as it, without the master and the moving average."""
         return [k for k in self.keys[name] if k not in ("step", MASTER, "ema")]
 
     def step(self, name: str) -> float:
-        """How many updates a parameter has had."""
+        """Return how many updates a parameter has had."""
         at = f"{OPTIMIZER}{name}.step"
         known = self.source.known
         return float(self.source.whole(at)) if at in self.source.tensors else float((known.steps or 0) - known.skipped)
 
     def wide(self, name: str) -> torch.Tensor:
-        """A weight in float32."""
+        """Read a weight in float32: from its master if that is current."""
         master = f"{OPTIMIZER}{name}.{MASTER}"
         current = master in self.source.tensors and is_current_in(self.source, master, MODEL + name)
         return self.source.whole(master if current else MODEL + name).float()
 
     def value(self, name: str, key: str) -> torch.Tensor:
-        """A weight ("fp32") or one of its states, in float32."""
+        """Read a weight ("fp32") or one of its states, in float32."""
         return self.wide(name) if key == "fp32" else self.source.whole(f"{OPTIMIZER}{name}.{key}").float()
 
     @property
@@ -156,7 +158,8 @@ class Content:
 
 
 def write_deepspeed(source: Source, folder: Path, layout: Layout, ranks: int) -> None:
-    """Write all files of a checkpoint into its folder, for as many data-parallel ranks. Raises `CheckpointError`: see `Content`."""
+    """Write all files of a checkpoint into its folder, for `ranks` data-parallel ranks. Raises `CheckpointError`: see
+    `Content`."""
     if ranks < 1:
         raise CheckpointError(f"{ranks} ranks", hint="a number from 1")
     content = Content(source)
@@ -174,7 +177,8 @@ def write_deepspeed(source: Source, folder: Path, layout: Layout, ranks: int) ->
 
 # -- the model ------------------------------------------------------------------------------------------------------------------
 def _write_models(content: Content, folder: Path, layout: Layout, ranks: int) -> None:
-    """The files of model states: of stage 3 one for each rank, with buffers and its part of frozen parameters; else one with all weights."""
+    """Write the files of model states: for ZeRO stage 3 one for each rank, with the buffers and the rank's part of
+    frozen parameters; for stages 1 and 2 one with all weights; for a universal one both."""
     if layout != 3:
         whole = {n: content.source.whole(MODEL + n) for n in _weights(content)}
         frozen = {n: whole[n] for n in content.frozen}
@@ -236,7 +240,7 @@ def _common(content: Content, stage: int) -> dict[str, Any]:
 
 
 def _loss_scaler(content: Content) -> tuple[Object, bool]:
-    """DeepSpeed's object for the loss scale, and whether it follows overflows."""
+    """Return DeepSpeed's object for the loss scale, and whether the scale is dynamic."""
     module, saved = "deepspeed.runtime.fp16.loss_scaler", content.source.known.loss_scale
     if saved is None:
         return Object(module, "LossScaler", {"cur_scale": 1.0, "dynamic": False}), False
@@ -263,7 +267,8 @@ def _loss_scaler(content: Content) -> tuple[Object, bool]:
 
 
 def _first_stages(content: Content, stage: int, rank: int, ranks: int) -> dict[str, Any]:
-    """A rank's equal part of each group, whose parameters lie end to end and are padded."""
+    """Return a rank's optimizer state at stage 1 or 2: its equal part of each group, whose parameters are stored end to
+    end and padded."""
     weights, states, mappings, paddings = [], {}, [], []
     for index, names in enumerate(content.groups):
         total = sum(content.elements(n) for n in names)
@@ -291,7 +296,8 @@ def _address(count: int, start: int) -> Object:
 
 
 def _spans(content: Content, names: Sequence[str], begin: int, count: int) -> Iterator[tuple[str, int, int, int]]:
-    """What of each parameter lies in a part: (name, its first element there, the one after its last, where that is in the part)."""
+    """Yield (name, first element, end element, position in the part) of each parameter that `count` elements of the
+    group from `begin` on hold some of."""
     at = 0
     for name in names:
         size = content.elements(name)
@@ -309,7 +315,7 @@ def _laid(content: Content, spans: Sequence[tuple[str, int, int, int]], key: str
 
 
 def _sub_groups(content: Content, ranks: int) -> Iterator[tuple[int, list[str]]]:
-    """Stage 3's sub-groups: (the group, the names of its parameters that are updated together)."""
+    """Yield stage 3's sub-groups: (the group's number, the names of its parameters that are updated together)."""
     for index, names in enumerate(content.groups):
         now: list[str] = []
         size = 0
@@ -324,7 +330,7 @@ def _sub_groups(content: Content, ranks: int) -> Iterator[tuple[int, list[str]]]
 
 
 def _third_stage(content: Content, flats: Sequence[tuple[int, list[str]]], rank: int, ranks: int) -> dict[str, Any]:
-    """A rank's equal part of each parameter, end to end in each sub-group."""
+    """Return a rank's optimizer state at stage 3: its equal part of each parameter, end to end in each sub-group."""
 
     def laid(names: Sequence[str], key: str) -> torch.Tensor:
         return torch.cat([_equal_part(content.value(n, key), rank, ranks) for n in names])
