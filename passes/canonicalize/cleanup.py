@@ -1,7 +1,7 @@
 """Removes what capture leaves and no program needs: marks, detaches and dead nodes.
 
-Safe because each removed node returns its argument's own value: `zgraph::output` is the identity (it stands only to
-give every output a tangent of its own), and `detach` has no meaning in a graph that autograd does not see.
+Safe because each removed node returns its argument's own value: `zgraph::output` is the identity (capture inserts it
+only to give every output a tangent of its own), and `detach` has no meaning in a graph that autograd does not see.
 """
 
 from __future__ import annotations

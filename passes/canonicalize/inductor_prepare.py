@@ -1,11 +1,12 @@
 """Inductor's own joint-graph passes, run as one pass of ours before anything is distributed.
 
-They replace random operators by functions of seeds (so a recomputed dropout draws the same numbers), fold constants
-and match attention patterns. Nodes they make get the record of the node they are made from.
+They replace random operators by functions of seeds (so a recomputed dropout draws the same numbers), fold constants and
+match attention patterns. Nodes they make get the record of the node they are made from.
 
-*Contract.* A node that stays keeps its record, its fake value and the dtype and strides of its operands: torch's passes write the
-meta data of what they remove over that of what takes its place (a forward value for a gradient times one, say), and
-replace a value by one with other strides, or (up to torch 2.11) of another dtype, for which its readers were not captured.
+*Contract.* A node that stays keeps its record, its fake value and the dtype and strides of its operands. Torch's passes
+overwrite the meta data of a replacement with that of the removed node (of a gradient times one, say, over that of a
+forward value), and replace a value by one with other strides, or (up to torch 2.11) of another dtype, for which its
+readers were not captured.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ _Form = tuple[torch.dtype | None, Strides | None]
 
 @dataclass
 class _Before:
-    """What nodes were before torch's passes: their meta data, and the dtypes and strides of their operands."""
+    """The nodes of a program as they were before torch's passes."""
 
-    meta: dict[fx.Node, dict[str, Any]] = field(default_factory=dict)
-    operands: dict[fx.Node, list[_Form]] = field(default_factory=dict)
+    meta: dict[fx.Node, dict[str, Any]] = field(default_factory=dict)  # the meta data of each node
+    operands: dict[fx.Node, list[_Form]] = field(default_factory=dict)  # the dtypes and strides of each node's operands
 
     @classmethod
     def of(cls, program: Program) -> _Before:
@@ -69,14 +70,14 @@ def inductor_prepare(program: Program) -> dict[str, int]:
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:
-    """What a node reads, in order, as often as it does."""
+    """Return the nodes that a node reads, in order; one that it reads twice is listed twice."""
     found: list[fx.Node] = []
     fx.node.map_arg((node.args, node.kwargs), lambda a: found.append(a) or a)  # type: ignore[func-returns-value]
     return found
 
 
 def _tell(node: fx.Node) -> None:
-    """Give a node that torch made its record, if it has none of the node that it replaces."""
+    """Give a node that torch made a record, if it did not get that of the node that it replaces."""
     backward = any(has_info(a) and info(a).phase is Phase.BACKWARD for a in node.all_input_nodes)
     if has_info(node):
         if backward:
@@ -90,9 +91,11 @@ def _tell(node: fx.Node) -> None:
 
 
 def _keep_operands(program: Program, node: fx.Node, wanted: list[_Form], made: dict[Any, fx.Node]) -> None:
-    """Let a node read each value with the dtype and the strides that it was captured for; `made` are those made so far."""
+    """Let a node read each value with the dtype and the strides that it was captured for; `made` are the casts and
+    copies inserted so far.
+    """
     operands = _operands(node)
-    if len(operands) != len(wanted):  # (it is another call now)
+    if len(operands) != len(wanted):  # (torch's passes rewrote the call)
         if node.op == "call_function":
             node.meta["val"] = program.evaluate(node)
         return
@@ -131,7 +134,7 @@ def _laid_out(program: Program, node: fx.Node, strides: Strides, phase: Phase) -
 
 
 def _keep_gradients(program: Program) -> None:
-    """A gradient that has become a value of the forward is copied in the backward."""
+    """Copy, in the backward, each gradient that torch's passes have made a value of the forward."""
     items = program.output_items()
     outputs = []
     for port, node in list(items):

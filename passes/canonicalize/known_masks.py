@@ -1,9 +1,11 @@
-"""Masks of attention that are known before anything runs: those that show everything are left out, and causal ones become `is_causal`.
+"""Masks of attention that are known before anything runs: those that show everything are left out, and causal ones
+become `is_causal`.
 
-*Contract.* A mask is known if nothing but constants goes into it (positions, fills): transformers makes one for every model, whatever its
-batch. Such a mask is computed here, some rows at a time where the rules of its operators let it, and each of its elements is looked at; what
-is neither stays as it is. Without the mask attention rounds otherwise, takes half the time, and can be computed by a ring. Those
-operators that have an argument `attn_mask` are looked at: that is the CPU's. (On CUDA a mask chooses another operator than attention without.)
+*Contract.* A mask is known if it is computed from constants alone (positions, fills): transformers makes such a mask
+for every model, whatever its batch. The pass computes it, some rows at a time where the rules of its operators let it,
+and looks at each of its elements; a mask that neither shows everything nor is causal stays as it is. Without the mask
+attention rounds otherwise, takes half the time, and can be computed by a ring. The pass looks at operators that have an
+argument `attn_mask`: those of the CPU. (On CUDA a mask chooses another operator than attention without.)
 """
 
 from __future__ import annotations
@@ -26,18 +28,18 @@ from zgraph.program.remark import Remark
 
 aten = torch.ops.aten
 
-# Where, among an operator's arguments, its queries and keys are.
+# The positions of the queries and keys among an operator's arguments.
 _READ: dict[object, tuple[int, int]] = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: (0, 1),
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (1, 2),
 }
 
 AT_ONCE = 2**24
-"""How many elements of a mask's rows are computed at once."""
+"""The number of elements of a mask's rows that are computed at once."""
 WHOLE = 2**28
-"""How many elements a value may have that can't be computed by rows."""
+"""The most elements of a value that can't be computed by rows."""
 LARGEST = 2**34
-"""Of a mask, how many elements are looked at: that of 128k tokens takes minutes."""
+"""The most elements of a mask that is looked at: that of 128k tokens takes minutes."""
 
 
 @graph_pass(
@@ -72,7 +74,9 @@ def known_masks(program: Program) -> dict[str, int]:
 
 
 def _kind(program: Program, mask: fx.Node) -> str | None:
-    """ "causal" for a mask that shows each query what is not behind it, "none" for one that shows everything."""
+    """Return "causal" for a mask that hides from each query the keys behind it, "none" for one that shows everything,
+    else None.
+    """
     made = _made_of(mask)
     if made is None or tensor(mask).dim() < 2 or not 0 < tensor(mask).numel() <= LARGEST:
         return None
@@ -99,7 +103,7 @@ def _kind(program: Program, mask: fx.Node) -> str | None:
 
 
 def _made_of(mask: fx.Node) -> set[fx.Node] | None:
-    """All that goes into a mask; None where something is an input, or random."""
+    """Return the nodes that a mask is computed from; None if one of them is an input or random."""
     found: set[fx.Node] = set()
     stack = [mask]
     while stack:
@@ -113,7 +117,7 @@ def _made_of(mask: fx.Node) -> set[fx.Node] | None:
 
 
 def _shown(rows: torch.Tensor) -> torch.Tensor | None:
-    """Which keys a mask shows; None where it does not only show or hide."""
+    """Return which keys a mask shows, as booleans; None if it does more than show or hide."""
     if rows.dtype is torch.bool:
         return rows
     if not rows.is_floating_point():
@@ -124,7 +128,7 @@ def _shown(rows: torch.Tensor) -> torch.Tensor | None:
 
 
 def _rows(program: Program, mask: fx.Node, made: list[fx.Node]) -> Iterator[tuple[int, torch.Tensor]]:
-    """A mask's rows, some at a time, with the number of the first of them. Raises `_TooLarge`."""
+    """Yield a mask's rows, some at a time, each time with the index of the first of them. Raises `_TooLarge`."""
     axes = Axes(program, made)
     dims = axes.shape(mask)[-2]
     queries = tensor(mask).shape[-2]
@@ -143,14 +147,16 @@ class _TooLarge(Exception):
 
 
 class _Values:
-    """What constants are, on the CPU: whole, or some of the rows along an axis."""
+    """The values of constant nodes, computed on the CPU: whole, or some of the rows along an axis."""
 
     def __init__(self, axes: Axes, axis: Axis | None) -> None:
         self.axes, self.axis = axes, axis
         self.whole: dict[fx.Node, Any] = {}
 
     def value(self, node: fx.Node, rows: tuple[int, int] | None, now: dict[fx.Node, Any]) -> Any:
-        """Whole, or these rows of it; `now` are those that are known by now. Raises `_TooLarge`."""
+        """Return a node's value, whole or these rows of it; `now` are the rows that were computed before. Raises
+        `_TooLarge`.
+        """
         if rows is None or self.axis is None or not rows_of(self.axes, node, self.axis):
             if node not in self.whole:
                 if elements(node) > WHOLE:

@@ -2,9 +2,10 @@
 
     logits = product(x, w)[:, :-1]        ->   logits = product(x[:, :-1], w)
 
-and in the backward, where the gradient of the logits is filled up with rows of zeros, the sums over rows leave these out, and the gradient
-of x is filled up instead. So the rows of the loss are those of its product, and both can run in turns (`zgraph.passes.tiling.tile`). Safe
-because a row of a product is made of that row alone, and because zeros add nothing to a sum.
+In the backward, where the gradient of the logits is padded with rows of zeros, the sums over rows leave these rows out,
+and the gradient of x is padded instead. So the loss and its product have the same rows, and both can run in chunks
+(`zgraph.passes.tiling.tile`). Safe because each row of a product depends on one row of x alone, and because zeros add
+nothing to a sum.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ _FILLS = {aten.slice_backward.default, aten.slice_scatter.default}
 
 
 def _product(node: fx.Node) -> bool:
-    """Is this a product whose rows can be left out in its operand? (What is added may have a row for each of its own.)"""
+    """Return whether this is a product whose rows can be left out in its operand. (An added matrix could have a row for
+    each of the product's.)
+    """
     if node.target is aten.addmm.default:
         return not node.kwargs and tensor(node.args[0]).dim() == 1  # type: ignore[arg-type]
     return node.target is aten.mm.default
@@ -60,7 +63,7 @@ def _of_forward(node: fx.Node) -> bool:
 
 
 def _reaches(node: fx.Node, others: Sequence[fx.Node]) -> bool:
-    """Is one of them computed from a node without another product between?"""
+    """Return whether one of `others` is computed from a node with no other product in between."""
     stack, seen = [node], {node}
     while stack:
         for user in stack.pop().users:
@@ -73,14 +76,14 @@ def _reaches(node: fx.Node, others: Sequence[fx.Node]) -> bool:
 
 
 class _Narrowed:
-    """One product, and the cuts of its rows."""
+    """One product, and the slices that cut its rows."""
 
     def __init__(self, program: Program, product: fx.Node) -> None:
         self.program, self.product = program, product
         self.rows: fx.Node = product.args[-2]  # type: ignore[assignment]
         self.cuts: list[fx.Node] = []
         self.casts: list[fx.Node] = []
-        self.node = product  # what the loss goes on from
+        self.node = product  # the value that the loss reads
 
     def forward(self) -> int:
         classes = tensor(self.product).shape[-1]
@@ -111,7 +114,7 @@ class _Narrowed:
         return len(self.cuts)
 
     def _cut(self, rows: fx.Node) -> fx.Node:
-        """The rows that the loss reads, of a matrix that has a row for each of the product's."""
+        """Slice a matrix with a row for each of the product's rows, so that only the rows that the loss reads are left."""
         width = tensor(rows).shape[-1]
         for cut in self.cuts:
             rows = self._view(rows, [*tensor(cut.all_input_nodes[0]).shape[:-1], width], cut)
@@ -151,7 +154,11 @@ class _Narrowed:
         return len(fills)
 
     def _ends(self, first: fx.Node, fills: set[fx.Node]) -> list[tuple[fx.Node, fx.Node, list[fx.Node]]] | None:
-        """What reads the gradient of the whole logits: (the operand, its reader, the casts before); None where something else does."""
+        """Return the operators that read the gradient of the whole logits, as (the operand, its reader, the casts
+        before).
+
+        Returns None if anything but products, sums over rows and casts reads it.
+        """
         ends: list[tuple[fx.Node, fx.Node, list[fx.Node]]] = []
         stack: list[tuple[fx.Node, list[fx.Node]]] = [(first, [])]
         while stack:
@@ -175,7 +182,7 @@ class _Narrowed:
         return ends
 
     def _filled(self, rows: fx.Node, fills: Sequence[fx.Node]) -> fx.Node:
-        """A matrix with zeros for the rows that the loss leaves out."""
+        """Pad a matrix with zeros for the rows that the loss leaves out."""
         width = tensor(rows).shape[-1]
         for fill in fills:
             rows = self._view(rows, [*tensor(_given(fill)).shape[:-1], width], fill)
@@ -199,7 +206,7 @@ class _Narrowed:
     def _like(
         self, node: fx.Node, target: object, args: Sequence[object], kwargs: Mapping[str, object] | None = None
     ) -> fx.Node:
-        """An operator that does what a node did: for the same module and line, and of the same operation of autograd's."""
+        """Build an operator for the same module, line and operation of autograd as `node`."""
         record = info(node).replace(made_by="narrow")
         made = self.program.call(target, tuple(args), record, name=node.name, kwargs=dict(kwargs or {}))
         for key, note in node.meta.items():
@@ -208,7 +215,7 @@ class _Narrowed:
         return made
 
     def _refresh(self, made: fx.Node) -> None:
-        """What reads a value that lies otherwise in memory than the one before may do so as well."""
+        """Evaluate anew every node that depends on `made`: its strides can differ from those of the value it replaces."""
         changed = {made}
         for node in self.program.graph.nodes:
             if node.op == "call_function" and not changed.isdisjoint(node.all_input_nodes):
@@ -221,7 +228,7 @@ def _sums_rows(node: fx.Node) -> bool:
 
 
 def _given(fill: fx.Node) -> fx.Node:
-    """What is filled up."""
+    """Return the value that a fill pads."""
     return fill.args[0 if fill.target is aten.slice_backward.default else 1]  # type: ignore[return-value]
 
 

@@ -1,10 +1,12 @@
-"""Rows of several documents: attention by a mask that is made of the documents' numbers is computed document by document, without the mask.
+"""Rows of several documents: attention by a mask that is made of the documents' numbers is computed document by
+document, without the mask.
 
-*Contract.* Looked at are the CPU's attention operators with a mask. The mask is taken apart: it must say "of the same document", two rows of one
-[rows, length] (or [length]) tensor of whole numbers compared, and may say "not behind", by place or by one such tensor; nothing else.
-transformers makes such masks of `position_ids` that start again, models of their own make them of cumulated lengths. What the numbers are
-is looked at when the operator runs (`zgraph.program.packed_attention`), which gives the same whatever they are. A mask that is made of
-constants is left to who knows what it is (`known_masks`).
+*Contract.* The pass looks at the CPU's attention operators with a mask. It takes the mask apart: it must say "of the
+same document", by comparing two views of one [rows, length] (or [length]) tensor of whole numbers, and may say "not
+behind", by position or by one such tensor; nothing else. transformers makes such masks of `position_ids` that start
+again, models of their own make them of cumulated lengths. The numbers are read when the operator runs
+(`zgraph.program.packed_attention`), which gives the same whatever they are. A mask that is made of constants is left to
+`known_masks`.
 """
 
 from __future__ import annotations
@@ -34,33 +36,34 @@ _KEYS, _QUERIES, _ROWS = -1, -2, -4  # dimensions of a mask
 
 @dataclass(frozen=True)
 class _Places:
-    """The places along a dimension (counted from behind): 0, 1, 2, …"""
+    """The positions along a dimension: 0, 1, 2, …"""
 
-    dim: int
+    dim: int  # the dimension, counted from behind
 
 
 @dataclass(frozen=True)
 class _Numbers:
-    """A tensor of whole numbers [rows, length], or [length], with these dimensions as its own (counted from behind)."""
+    """A tensor of whole numbers, as a broadcast operand of a mask."""
 
-    of: fx.Node
-    rows: int | None
-    dim: int
+    of: fx.Node  # the tensor, [rows, length] or [length]
+    rows: int | None  # the dimension of the mask that its rows are, counted from behind; None without rows
+    dim: int  # the dimension of the mask that its length is, counted from behind
 
 
 @dataclass(frozen=True)
 class _Shown:
-    """A mask: true where all that is said holds, or (if it is `hidden`) where not. ("same", tensor): of one number; ("before", tensor or None): the
-    keys' are no greater than the queries'. `rows` is the dimension that is the batch's; None: it is for all rows."""
+    """A mask that is true where all conditions in `said` hold, or false there if it is `hidden`."""
 
+    # ("same", tensor): key and query have one number; ("before", tensor or None): the key's number, or position, is not
+    # greater than the query's
     said: frozenset[tuple[str, fx.Node | None]]
-    rows: int | None = None
-    hidden: bool = False
+    rows: int | None = None  # the dimension of the batch, None if the mask is the same for all rows
+    hidden: bool = False  # whether it is true where a condition does not hold
 
 
 @dataclass(frozen=True)
 class _Scalar:
-    value: float
+    value: float  # the number that each element has
 
 
 _Meaning = _Places | _Numbers | _Shown | _Scalar | None
@@ -68,8 +71,9 @@ _Meaning = _Places | _Numbers | _Shown | _Scalar | None
 
 @dataclass(frozen=True)
 class PackedOptions:
-    """`numbered`: is the place of each key said, where that decides what shows? (Ranks will have parts of the rows.)"""
+    """Options of `packed_documents`."""
 
+    # whether the operator takes each key's position for "not behind": ranks will have parts of the rows
     numbered: bool = False
 
 
@@ -110,13 +114,13 @@ def packed_documents(program: Program, options: PackedOptions) -> dict[str, int]
 
 
 def _drops(node: fx.Node) -> bool:
-    """Has it dropout, or is it causal besides its mask?"""
+    """Return whether attention has dropout, or is causal besides its mask."""
     first = _TENSORS[node.target]  # type: ignore[index]
     return any(node.args[first : first + 2])
 
 
 def _fits(found: _Shown, node: fx.Node, mask: fx.Node) -> bool:
-    """Is the mask for as many keys as queries, and are its rows those of the batch?"""
+    """Return whether the mask is for as many keys as queries, and has no rows or those of the batch."""
     at = 0 if node.target is _FORWARD else 1
     queries, keys = (_size(node.args[i], _QUERIES) for i in (at, at + 1))
     if tensor(mask).dim() not in (2, 4) or not queries == keys == _size(mask, _KEYS) == _size(mask, _QUERIES):
@@ -125,12 +129,12 @@ def _fits(found: _Shown, node: fx.Node, mask: fx.Node) -> bool:
 
 
 def _size(node: Any, dim: int) -> Any:
-    """A size as it can be compared without asking for it."""
+    """Return a size as an expression, which can be compared without a guard."""
     return expression(tensor(node).shape[dim])
 
 
 def _is_given(numbers: fx.Node | None) -> bool:
-    """Is it computed of an input?"""
+    """Return whether a value is computed from an input tensor."""
     stack, seen = [numbers], set()
     while stack:
         node = stack.pop()
@@ -144,7 +148,7 @@ def _is_given(numbers: fx.Node | None) -> bool:
 
 
 class _InRows:
-    """Numbers as [rows or 1, length]."""
+    """The numbers of documents and positions as tensors [rows or 1, length]."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -154,7 +158,7 @@ class _InRows:
     def of(self, numbers: fx.Node | None, beside: fx.Node) -> fx.Node | None:
         if numbers is None or tensor(numbers).dim() == 2:
             return numbers
-        if numbers not in self._made:  # (the first that asks is in the forward)
+        if numbers not in self._made:  # (the first attention that needs it is in the forward)
             record = info(beside).replace(phase=Phase.FORWARD)
             self._made[numbers] = self.program.call(
                 aten.unsqueeze.default, (numbers, 0), record, name=f"{numbers.name}_row"
@@ -162,7 +166,7 @@ class _InRows:
         return self._made[numbers]
 
     def places(self, documents: fx.Node | None, beside: fx.Node) -> fx.Node:
-        """0, 1, 2, …, as many as a row of documents has, as one row."""
+        """Return 0, 1, 2, … as one row, with the length of a row of documents."""
         kind = tensor(documents)  # type: ignore[arg-type]
         length = kind.shape[-1]
         if length not in self._places:
@@ -174,19 +178,19 @@ class _InRows:
 
 
 class _Meanings:
-    """What nodes mean, as far as masks of documents are made of it."""
+    """The meaning of each node that a mask of documents can be made of."""
 
     def __init__(self) -> None:
         self._known: dict[fx.Node, _Meaning] = {}
 
     def of(self, node: Any) -> _Meaning:
-        """None where it is anything else."""
+        """Return the meaning of a node or a number, None if it has none of these."""
         if isinstance(node, bool | int | float):
             return _Scalar(node)
         if not isinstance(node, fx.Node) or not isinstance(node.meta.get("val"), torch.Tensor):
             return None
         if node not in self._known:
-            self._known[node] = None  # (a graph has no circles; it is asked for once)
+            self._known[node] = None  # (replaced below; a graph has no cycles)
             rule = _RULES.get(node.target)
             found = rule(self, node) if rule is not None else None
             self._known[node] = found if found is not None else _leaf(node)
@@ -194,7 +198,7 @@ class _Meanings:
 
 
 def _leaf(node: fx.Node) -> _Meaning:
-    """Any tensor of whole numbers with one or two dimensions is numbers in rows."""
+    """Return a tensor of whole numbers with one or two dimensions as numbers in rows; None for any other."""
     kind = tensor(node)
     if kind.dtype.is_floating_point or kind.dtype.is_complex or kind.dtype is torch.bool or kind.dim() not in (1, 2):
         return None
@@ -202,7 +206,7 @@ def _leaf(node: fx.Node) -> _Meaning:
 
 
 def _moved(found: _Meaning, to: Callable[[int], int | None]) -> _Meaning:
-    """What has its dimensions elsewhere."""
+    """Return positions or numbers with their dimensions moved by `to`; None if one of them is gone."""
     if isinstance(found, _Places):
         dim = to(found.dim)
         return _Places(dim) if dim is not None else None
@@ -246,7 +250,7 @@ def _converted(meanings: _Meanings, node: fx.Node) -> _Meaning:
 def _expand(meanings: _Meanings, node: fx.Node) -> _Meaning:
     found = meanings.of(node.args[0])
     if isinstance(found, _Numbers) and found.of is node.args[0]:
-        return None  # (rows that are the same: numbers themselves)
+        return None  # (its result, with equal rows, counts as numbers itself)
     return found
 
 
@@ -267,7 +271,7 @@ def _plus_nothing(meanings: _Meanings, node: fx.Node) -> _Meaning:
 
 
 def _filled(at: int) -> Callable[[_Meanings, fx.Node], _Meaning]:
-    """A tensor of one number, which is argument `at` (or 1 or 0, by its operator)."""
+    """Return the rule for a tensor of one number, which is argument `at` (-1: the number is 1, -2: it is 0)."""
 
     def rule(meanings: _Meanings, node: fx.Node) -> _Meaning:
         number = node.args[at] if at >= 0 else float(at == -1)
@@ -279,7 +283,7 @@ def _filled(at: int) -> Callable[[_Meanings, fx.Node], _Meaning]:
 
 
 def _index(meanings: _Meanings, node: fx.Node) -> _Meaning:
-    """numbers[rows, places]: the numbers themselves, with dimensions where their indices have them."""
+    """Return the meaning of numbers[rows, positions]: the numbers themselves, with the dimensions of their indices."""
     source, indices = node.args[0], node.args[1]
     of = tensor(source)  # type: ignore[arg-type]
     found = [meanings.of(i) for i in indices]  # type: ignore[union-attr]
@@ -294,7 +298,9 @@ def _index(meanings: _Meanings, node: fx.Node) -> _Meaning:
 
 
 def _comparison(*, hidden: bool, keys: int | None = None) -> Callable[[_Meanings, fx.Node], _Meaning]:
-    """What two rows of the same numbers say that are compared: where they are equal, or where those of argument `keys` are no greater."""
+    """Return the rule for a comparison of keys and queries: equal (`keys` None), or argument `keys` not greater than
+    the other.
+    """
 
     def rule(meanings: _Meanings, node: fx.Node) -> _Meaning:
         given = node.args[1::-1] if keys == 1 else node.args[:2]
@@ -305,7 +311,7 @@ def _comparison(*, hidden: bool, keys: int | None = None) -> Callable[[_Meanings
         if dims != (_KEYS, _QUERIES) and not (keys is None and dims == (_QUERIES, _KEYS)):
             return None
         if any(_size(x, at) != _size(node, at) for x, at in zip(given, dims, strict=True)):
-            return None  # (a place that is alone is that of all)
+            return None  # (a broadcast element would stand for all positions)
         if isinstance(one, _Places) or isinstance(other, _Places):
             both = keys is not None and isinstance(one, _Places) and isinstance(other, _Places)
             return _Shown(frozenset([("before", None)]), None, hidden) if both else None
@@ -318,7 +324,7 @@ def _comparison(*, hidden: bool, keys: int | None = None) -> Callable[[_Meanings
 
 
 def _joined(*, hidden: bool) -> Callable[[_Meanings, fx.Node], _Meaning]:
-    """Of two masks what both show, or what one hides."""
+    """Return the rule for two masks joined: what both show, or (`hidden`) what either hides."""
 
     def rule(meanings: _Meanings, node: fx.Node) -> _Meaning:
         one, other = (meanings.of(x) for x in node.args[:2])
@@ -342,7 +348,9 @@ def _negated(meanings: _Meanings, node: fx.Node) -> _Meaning:
 
 
 def _added(meanings: _Meanings, node: fx.Node) -> _Meaning:
-    """A mask that is added: 0 where it shows, and so little where it hides that nothing is left."""
+    """Return the mask that an added tensor stands for: 0 where it shows, and where it hides a number so low that
+    softmax gives 0.
+    """
     if node.target is aten.where.self:
         mask, shown, hidden = (meanings.of(x) for x in node.args)
     else:

@@ -2,9 +2,9 @@
 
     shard -> to_blocks -> all_gather of bytes -> wait -> from_blocks -> the whole parameter
 
-*Contract.* On entry parameters are gathered as they are. On exit those that `wire` says are sent in a format of `zgraph.program.block_quantization`.
-All ranks compute with the same weights: a rank takes its own rows as they were sent, too. What has no more bits than the format stays as it
-is, and what `exact` names.
+*Contract.* On entry parameters are gathered as they are. On exit those that `wire` says are sent in a format of
+`zgraph.program.block_quantization`. All ranks compute with the same weights: a rank takes its own rows as they were
+sent, too. Parameters that have no more bits than the format, and those that `exact` names, are gathered as before.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zgraph.program.program import Fact, Program
     bitwise=False,
 )
 def compress_gathers(program: Program, options: CompressOptions) -> dict[str, int]:
-    # (Between the ranks of a node go parts of what has come in few bits already.)
+    # (Secondary shards, which the ranks of a node gather, are parts of weights that were sent in few bits already.)
     gathers = [t for t in gathers_of(program) if collectives.group_of(t.start) in program.mesh]
     found = [t for t in gathers if options.saved(t, 1)]
     saved = sum(options.saved(t, 1) for t in found)

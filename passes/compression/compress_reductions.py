@@ -4,12 +4,13 @@
     and, where all ranks need the whole, -> to_blocks -> all_gather of bytes -> wait -> from_blocks
 
 *Contract.* On entry gradients are averaged as they are. On exit those that `wire` says are sent in a format of
-`zgraph.program.block_quantization`. A gradient is rounded where it is sent, and added up in float32 (so in ZeRO++, Wang et al. 2023, whose
-all-to-all this is); where it was reduced by an all-reduce the mean is rounded once more. Of a mesh with `replicate` and `dp` gradients are
-scattered within a group and reduced between groups, each in few bits, or between groups alone (`hierarchical`: an element is then rounded
-twice at most). With error feedback what sends a gradient has an input more, the residual, which it writes; what is drawn by chance has one
-more for all, a counter. What has no more bits than the format stays as it is, what `exact` names, and an all-reduce whose second half would
-cost more latency than it saves.
+`zgraph.program.block_quantization`. A gradient is rounded where it is sent, and added up in float32 (so in ZeRO++, Wang
+et al. 2023, whose all-to-all this is); where it was reduced by an all-reduce the mean is rounded once more. On a mesh
+with `replicate` and `dp` gradients are scattered within a group and reduced between groups, each in few bits, or
+between groups alone (`hierarchical`: an element is then rounded twice at most). With error feedback each gradient has
+one more input, the residual, which the sending operator writes; stochastic rounding adds one input for all, a counter.
+Gradients that have no more bits than the format, and those that `exact` names, are reduced as before, as is an
+all-reduce whose second half would cost more latency than it saves.
 """
 
 from __future__ import annotations
@@ -48,4 +49,4 @@ def _is_worth_it(program: Program, transfer: Transfer, options: CompressOptions)
     if transfer.start.target is not collectives.ALL_REDUCE:
         return saved > 0
     link = options.costs.hardware.link(collectives.group_of(transfer.start))
-    return 2 * saved / link.bandwidth > link.latency  # (each rank sends and takes nearly all of it twice)
+    return 2 * saved / link.bandwidth > link.latency  # (each rank sends and receives nearly all of it twice)

@@ -1,4 +1,6 @@
-"""Puts bytes of `zgraph.program.block_quantization` in the place of what a transfer sends: the two passes that compress build by it."""
+"""Replaces a transfer's start and wait by those of bytes of `zgraph.program.block_quantization`, for the two passes
+that compress.
+"""
 
 from __future__ import annotations
 
@@ -29,26 +31,27 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Correction:
-    """What makes up for few bits: are elements `drawn`, and is what was not sent added to the next gradient (`feedback`)?"""
+    """How a gradient makes up for the few bits that it is sent in."""
 
-    drawn: bool = False
-    feedback: bool = False
+    drawn: bool = False  # whether elements are rounded stochastically
+    feedback: bool = False  # whether the rounding error is added to the next gradient
 
 
 @dataclass(frozen=True)
 class CompressOptions:
-    """The `format` that is sent, elements in a `block`, and patterns of parameters that stay `exact`. `costs` know the links. Of gradients
-    alone: the mesh dimension that they are sent `over` in few bits (None: any), and the `correction`."""
+    """Options of `compress_gathers` and `compress_reductions`."""
 
-    format: str
-    block: int = 256
-    exact: tuple[str, ...] = ()
-    costs: Costs = field(default_factory=lambda: Costs(CPU))
-    over: str | None = None
-    correction: Correction = Correction()
+    format: str  # the format that is sent
+    block: int = 256  # elements in a block
+    exact: tuple[str, ...] = ()  # patterns of parameters that are sent as they are
+    costs: Costs = field(default_factory=lambda: Costs(CPU))  # has the latency and bandwidth of the links
+    over: str | None = None  # of gradients: the mesh dimension over which they are sent in few bits, None for any
+    correction: Correction = Correction()  # of gradients: what makes up for few bits
 
     def saved(self, transfer: Transfer, parts: int) -> int:
-        """How many of a transfer's bytes need not be sent in this format; 0 for what is to be exact, or is no floating-point tensor."""
+        """Return the bytes of a transfer that need not be sent in this format; 0 for an exact parameter, or a tensor of
+        no floating point.
+        """
         operand = transfer.start.all_input_nodes[0]
         if not tensor(operand).dtype.is_floating_point or matches([transfer.name], self.exact):
             return 0
@@ -57,7 +60,7 @@ class CompressOptions:
 
 
 class TransferInBlocks:
-    """Puts bytes in the place of a transfer's start and wait."""
+    """A transfer whose start and wait are replaced by those of bytes."""
 
     def __init__(self, program: Program, transfer: Transfer, options: CompressOptions) -> None:
         self.program, self.start, self.wait, self.after = program, transfer.start, transfer.wait, transfer.after
@@ -89,13 +92,13 @@ class TransferInBlocks:
             self._replace(start, self._whole(mean) if whole else mean)
 
     def _in_parts(self) -> fx.Node:
-        """The operand in one dimension, as long as ranks divide it."""
+        """Return the operand in one dimension, padded so that the number of ranks divides its length."""
         flat = self._layout(aten.view.default, (self.operand, [-1]), "flat")
         missing = -tensor(flat).numel() % self.ranks
         return self._layout(aten.constant_pad_nd.default, (flat, [0, missing]), "padded") if missing else flat
 
     def _whole(self, mean: fx.Node) -> fx.Node:
-        """What all ranks get of their parts of the mean: a transfer of its own, behind the first."""
+        """Gather the ranks' parts of the mean, and return the whole mean: a transfer of its own, after the first."""
         first, self.layout = self.layout, self.layout.replace(transfer=f"{self.start.name}_shared")
         sent = self._sent(mean, 1, "mean_sent", f"{self.dim}/mean")
         self.over, self.waits = (r.replace(transfer=self.layout.transfer) for r in (self.over, self.waits))
@@ -111,7 +114,9 @@ class TransferInBlocks:
         return found
 
     def _sent(self, operand: fx.Node, parts: int, name: str, place: str) -> fx.Node:
-        """The bytes of (a part of) a gradient. What was not sent of it is the residual at this `place`."""
+        """Return the bytes of (a part of) a gradient. With error feedback its rounding error is the residual of this
+        `place`.
+        """
         chosen, made_by = self.options.correction, self.layout.made_by
         draws: fx.Node | None = None
         places: list[fx.Node] = []
@@ -143,7 +148,7 @@ class TransferInBlocks:
         return self._layout(target, (came, *self.told, self.ranks, shape, self.like.dtype), "back")
 
     def _replace(self, start: fx.Node, found: fx.Node) -> None:
-        """Let `found` stand for the wait; the first start gets the name of the old one, which is the transfer's."""
+        """Replace the wait by `found`; `start` gets the name of the old start, which is the transfer's."""
         name = self.start.name
         self.wait.replace_all_uses_with(found)
         self.program.graph.erase_node(self.wait)

@@ -1,1 +1,1 @@
-"""Passes that keep values elsewhere than on the device."""
+"""Passes that keep values in other memory than the device's, or on disk."""

@@ -1,16 +1,16 @@
-"""What of forward and backward lies elsewhere than on the device, as starts and waits of moves.
+"""Offloads parameters, activations and gradients of forward and backward, as starts and waits of moves.
 
-*Contract.* On entry the program is scheduled, and every value is on the device. On exit a parameter with a home (`ParamSpec.home`)
-comes in there and is fetched before each visit to it, a reduced gradient with one (`ParamSpec.grad_home`) leaves there, and the
-activations that were asked for are there between forward and backward:
+*Contract.* On entry the program is scheduled, and every value is on the device. On exit a parameter with a home
+(`ParamSpec.home`) comes in from its tier and is fetched before each visit to it, a reduced gradient with one
+(`ParamSpec.grad_home`) leaves to its tier, and the chosen activations are in their tier between forward and backward:
 
     parameter    p                  ->  fetch -> moved before the first reader of each visit
     activation   x, read backward   ->  offload -> moved in the forward; fetch -> moved before its first reader in the backward
     gradient     g                  ->  offload -> moved, as soon as it is reduced
 
-A fetch starts when its engine or disk has to, if no reader is to wait for it; what goes out is waited for when it should be done;
-both within `staging` bytes in flight. Views of an activation are made again of what comes back, not moved (after ZeRO-Infinity:
-Rajbhandari et al., 2021, "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning").
+A fetch starts just early enough that no reader waits for it; an offload is waited for when it should be done; both
+within `staging` bytes in flight. Views of an activation are computed again from the fetched value, not moved (after
+ZeRO-Infinity: Rajbhandari et al., 2021, "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning").
 """
 
 from __future__ import annotations
@@ -33,30 +33,29 @@ from zgraph.program.program import Fact, InputRole, OutputRole, Program
 
 aten = torch.ops.aten
 
-SAFETY_FACTOR = 1.3  # a fetch may take so many times as long as the forecast
+SAFETY_FACTOR = 1.3  # a fetch may take this many times as long as the forecast
 
 
 @dataclass(frozen=True)
 class OffloadOptions:
-    """`activations` is the tier that those of `least` bytes and more go to, None for none; `most` bytes of them (None: all), those
-    first that the forward makes first: they are read last. At most `staging` bytes are on their
-    way in each direction (None: twice the largest value that moves). `costs` say how long moves take."""
+    """Options of `offload`."""
 
-    activations: str | None = None
+    activations: str | None = None  # the tier that activations go to, None to keep them on the device
+    # the most bytes of activations that go, None: all; those that the forward makes first go first: they are read last
     most: int | None = None
-    least: int = 0
-    staging: int | None = None
-    costs: Costs = field(default_factory=lambda: Costs(CPU))
+    least: int = 0  # the fewest bytes of an activation that goes
+    staging: int | None = None  # the most bytes in flight in each direction; None: twice the largest value that moves
+    costs: Costs = field(default_factory=lambda: Costs(CPU))  # says how long moves take
 
 
 @dataclass(eq=False)
 class Move:
-    """A start and its wait."""
+    """A move between the device and a tier."""
 
-    start: fx.Node
-    wait: fx.Node
-    bytes: int
-    seconds: float
+    start: fx.Node  # the node that starts it
+    wait: fx.Node  # the node that waits for it
+    bytes: int  # the bytes that it moves, at the program's largest sizes
+    seconds: float  # how long it takes, alone
 
 
 @graph_pass(
@@ -73,7 +72,7 @@ def offload(program: Program, options: OffloadOptions) -> dict[str, int]:
     made.parameters(options.staging)
     if options.activations is not None:
         made.activations(options.activations, options.most, options.least)
-    if Fact.PARTIAL not in program.facts:  # (what is not reduced yet is added up on the device)
+    if Fact.PARTIAL not in program.facts:  # (unreduced gradients are added up on the device)
         made.gradients()
     staging = options.staging
     if staging is None:
@@ -90,7 +89,7 @@ def offload(program: Program, options: OffloadOptions) -> dict[str, int]:
 
 
 class _Offload:
-    """Puts moves in, each beside the operator that it serves."""
+    """A program into which moves are inserted, each beside the operator that it serves."""
 
     def __init__(self, program: Program, costs: Costs) -> None:
         self.program = program
@@ -120,7 +119,9 @@ class _Offload:
         homes: dict[str, fx.Node],
         close: int,
     ) -> list[list[fx.Node]]:
-        """A parameter's readers, parted where the phase changes, and where more bytes of others than `close` come between two."""
+        """Return a parameter's readers in groups: a new one begins where the phase changes, or where more than `close`
+        bytes of other parameters are read in between.
+        """
         found: list[list[fx.Node]] = []
         for user in sorted(u for u in node.users if u.op != "output"):
             if found and info(found[-1][-1]).phase is info(user).phase:
@@ -153,7 +154,9 @@ class _Offload:
         self.program.set_outputs(items)
 
     def _dense(self, name: str, grad: fx.Node) -> fx.Node:
-        """A gradient with the strides of its parameter (an update would copy it, and only dense values can go)."""
+        """Return a gradient with the strides of its parameter (an update would copy it, and only dense values can be
+        moved).
+        """
         strides = self.program.params[name].shard_stride
         if tensor(grad).stride() == strides:
             return grad
@@ -198,7 +201,7 @@ class _Offload:
 
 
 def _joined(one: fx.Node, other: fx.Node) -> bool:
-    """Are the two of one bucket? (Nothing may come between.)"""
+    """Return whether two nodes are starts of one bucket. (Nothing may come between these.)"""
     starts = collectives.is_start(one) and collectives.is_start(other)
     return starts and info(one).bucket is not None and info(one).bucket == info(other).bucket
 
@@ -212,10 +215,11 @@ def place(
     seconds: dict[fx.Node, float],
     staging: int,
 ) -> None:
-    """Move the starts of what comes up and the waits for what goes down, within a phase, with `staging` bytes in flight each way. (In
-    gathers, too, something comes.)"""
+    """Move, within a phase, the starts of fetches earlier and the waits of offloads later, with `staging` bytes in
+    flight each way.
+    """
     nodes: list[fx.Node] = []
-    at: dict[fx.Node, int] = {}  # the operators of the phase that stand before each of these
+    at: dict[fx.Node, int] = {}  # the number of the phase's operators before each start and wait
     ends = {n for m in (*fetched, *stored) for n in (m.start, m.wait)}
     for node in program.graph.nodes:
         if node.op == "call_function" and info(node).phase is phase:
@@ -262,7 +266,7 @@ def _place_stores(
     def land(position: int) -> None:
         move, _ = flying.popleft()
         if min(position, len(nodes)) <= at[move.start]:
-            return  # (where it stands)
+            return  # (the wait stays where it is)
         if position < len(nodes):
             nodes[position].prepend(move.wait)
         else:

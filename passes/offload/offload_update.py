@@ -1,15 +1,16 @@
-"""An update whose weights, gradients or states lie elsewhere: where it is computed, and what comes and goes for it.
+"""An update whose weights, gradients or states are offloaded: where it is computed, and which values move for it.
 
-*Contract.* On entry the update is in place and grouped (`group_updates`), and inputs that lie elsewhere say so (`NodeInfo.home`). On exit
-each group runs in one place. One that reads nothing from elsewhere runs on the device. One that does runs on the host's processors
-(with `host`; ZeRO-Offload: Ren et al., 2021, "ZeRO-Offload: Democratizing Billion-Scale Model Training"), where what lies in the
-host's memory is read and written as it lies, unless it communicates or multiplies matrices; else on the device too. What a group
-needs from another place comes before it, what it makes for another goes after it:
+*Contract.* On entry the update is in place and grouped (`group_updates`), and offloaded inputs say so
+(`NodeInfo.home`). On exit each group runs either on the device or on the host. One that reads nothing offloaded runs on
+the device. One that does runs on the host's processors (with `host`; ZeRO-Offload: Ren et al., 2021, "ZeRO-Offload:
+Democratizing Billion-Scale Model Training"), where what is stored in host memory is read and written in place, unless
+it communicates or multiplies matrices; else on the device too. Values that a group needs from another place are fetched
+before it, values that it makes for another place are sent after it:
 
     wait for what group i needs; start what group i + 1 needs; compute group i; wait for what group i - 1 sent; start what group i sends
 
-so that at most two groups of values are on their way in each direction, and links and disks work while a group is computed (the
-sub-groups of ZeRO-Infinity: Rajbhandari et al., 2021). What a group reads twice, in two stages, is fetched twice.
+so that at most two groups of values are in flight in each direction, and links and disks work while a group is computed
+(the sub-groups of ZeRO-Infinity: Rajbhandari et al., 2021). What a group reads twice, in two stages, is fetched twice.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ HOST = torch.device("cpu")
 
 @dataclass(frozen=True)
 class OffloadUpdateOptions:
-    """`host`: are updates of what lies elsewhere computed on the host's processors?"""
+    """Options of `offload_update`."""
 
-    host: bool = True
+    host: bool = True  # whether updates of offloaded values are computed on the host's processors
 
 
 @graph_pass(
@@ -50,8 +51,8 @@ def offload_update(program: Program, options: OffloadUpdateOptions) -> dict[str,
     made = _Places(program, options.host)
     groups = groups_of(program)
     on_host = [made.may_run_on_host(nodes) for nodes in groups]
-    here: dict[fx.Node, fx.Node] = {}  # what a group needs, where it is for it
-    sent: list[fx.Node] = []  # the waits of what the group before sends, and what they make
+    here: dict[fx.Node, fx.Node] = {}  # the fetched copy of each value that a group needs
+    sent: list[fx.Node] = []  # the waits of what the group before sends, and the writes of it
     for number, nodes in enumerate(groups):
         here = made.arrive(nodes, on_host[number], number)
         for node in nodes:
@@ -68,7 +69,7 @@ def offload_update(program: Program, options: OffloadUpdateOptions) -> dict[str,
 
 
 class _Places:
-    """Where each value is, and the moves between. `begun` are the fetches under way."""
+    """The place of each value, and the moves between places. `begun` are the fetches in flight."""
 
     def __init__(self, program: Program, host: bool) -> None:
         self.program = program
@@ -78,7 +79,7 @@ class _Places:
         for home in self.homes:
             program.put_home(home, str(info(home).home))
         self.begun: dict[fx.Node, fx.Node] = {}
-        self.shared: dict[tuple[fx.Node, torch.device], fx.Node] = {}  # numbers, where they were taken
+        self.shared: dict[tuple[fx.Node, torch.device], fx.Node] = {}  # copies of numbers, by value and device
         self.fetched = self.stored = 0
 
     def may_run_on_host(self, nodes: list[fx.Node]) -> bool:
@@ -87,7 +88,9 @@ class _Places:
         return self.host and not apart and any(a in self.homes for a in reads)
 
     def _needs(self, nodes: list[fx.Node], on_host: bool) -> dict[fx.Node, torch.device]:
-        """What these read that is not where they run, with where that is."""
+        """Return the values that these nodes read and that are not where the nodes run, each with the device on which
+        they run.
+        """
         place = HOST if on_host else self.device
         found: dict[fx.Node, torch.device] = {}
         for value in (a for n in nodes for a in _read(n)):
@@ -98,13 +101,15 @@ class _Places:
         return found
 
     def begin(self, nodes: list[fx.Node], on_host: bool, before: list[fx.Node], number: int) -> None:
-        """Start what these need and what is there already, in front of the group `before` them."""
+        """Start fetching the values that `nodes` need and that exist already, before the first node of the group
+        `before` them.
+        """
         for value, place in self._needs(nodes, on_host).items():
             if value not in before:
                 self._fetch(value, place, before[0], f"in{number + 1}")
 
     def arrive(self, nodes: list[fx.Node], on_host: bool, number: int) -> dict[fx.Node, fx.Node]:
-        """What these need, after its waits."""
+        """Return the fetched copy of each value that these nodes need, after inserting its wait."""
         found: dict[fx.Node, fx.Node] = {}
         needs = self._needs(nodes, on_host)
         for value, place in needs.items():  # (all before the first wait: the waits are a group, which runs as one)
@@ -138,7 +143,7 @@ class _Places:
     def send(
         self, node: fx.Node, here: dict[fx.Node, fx.Node], after: fx.Node, on_host: bool, number: int
     ) -> list[fx.Node]:
-        """Start what a write sends to another place; its waits, and what they make there."""
+        """Start sending a write's new value to another place; return the waits, and the write if it comes after them."""
         target, new = node.all_input_nodes
         record = NodeInfo(
             Phase.UPDATE, Role.STORE, param=info(target).param, made_by="offload_update", group=f"out{number}"
@@ -146,8 +151,8 @@ class _Places:
         done = record.replace(role=Role.WAIT, group=f"away{number}")
         if target in self.homes:
             if on_host and info(target).home == "cpu":
-                return []  # (it is written where it lies)
-            value = here.get(target, new)  # (what was fetched is written over, and goes as it lies)
+                return []  # (it is written in place)
+            value = here.get(target, new)  # (a fetched copy is overwritten and sent)
             start = self._call(after, transfers_to_host.STORE, (target, value), record, f"store_{target.name}")
             wait = self._call(after, transfers_to_host.MOVED, (start, value), done, f"away_{target.name}")
             if value is new:
@@ -184,7 +189,7 @@ class _Places:
 
 
 def _read(node: fx.Node) -> list[fx.Node]:
-    """The operands whose values a node reads: of a write, what it writes."""
+    """Return the operands whose values a node reads: of a write, the new value."""
     return node.all_input_nodes[1:] if is_write(node) else node.all_input_nodes
 
 

@@ -1,11 +1,12 @@
-"""Puts transfers together that are needed, or ready, one after another: each start of a transfer costs the link's latency.
+"""Joins transfers that are needed, or ready, one after another: each start of a transfer costs the link's latency.
 
 *Contract.* On entry every parameter is gathered and every gradient reduced by a transfer of its own. On exit starts of
-the same `bucket` stand side by side, and code generation makes one coalesced collective of them, where the transport can: no tensor is copied.
+the same `bucket` are side by side, and code generation makes one coalesced collective of them, where the transport can:
+no tensor is copied.
 
-A bucket has one phase, one dtype and one mesh dimension, and never spans two layers: what ZeRO-3 lets go after a layer
-is not held for the next one. It grows until it has so many bytes that the latency is 5% of the transfer (or as many as the
-plan says), so most consist of a few small tensors and a large one.
+A bucket has one phase, one dtype and one mesh dimension, and never spans two layers: what ZeRO-3 releases after a layer
+is not held for the next one. It grows until the latency is 5% of its transfer (or to the bytes that the plan says), so
+most consist of a few small tensors and a large one.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ LATENCY_SHARE = 0.05
 
 @dataclass(frozen=True)
 class BucketOptions:
-    """Bytes that a bucket of gathers and one of reductions grow to; None: by the link. `costs` know the links."""
+    """Options of `bucket`."""
 
-    gather: int | None = None
-    reduce: int | None = None
-    costs: Costs = field(default_factory=lambda: Costs(CPU))
+    gather: int | None = None  # bytes that a bucket of gathers grows to, None: by the link
+    reduce: int | None = None  # bytes that a bucket of reductions grows to, None: by the link
+    costs: Costs = field(default_factory=lambda: Costs(CPU))  # has the latency and bandwidth of the links
 
 
 @graph_pass(
@@ -55,7 +56,7 @@ def bucket(program: Program, options: BucketOptions) -> dict[str, int]:
     ends = {t.last for t in reductions}
     chained: dict[fx.Node | None, Transfer] = {
         t.source: t for t in reductions if t.source in ends
-    }  # over the second dimension, by where it starts
+    }  # reductions over a second dimension, by the first reduction's last node
     later: list[list[Transfer]] = []
     for stage in ([t for t in reductions if t.source not in ends], list(chained.values())):
         stage.sort(key=lambda t: t.start)
@@ -76,7 +77,7 @@ def _first_reader(gather: Transfer) -> fx.Node:
 
 
 def _alike(transfers: Iterable[Transfer], layers: dict[str, str]) -> list[list[Transfer]]:
-    """Runs of transfers, in their order, that may share a bucket."""
+    """Return runs of transfers, in their order, that may share a bucket."""
     groups: list[list[Transfer]] = []
     last: tuple[object, ...] | None = None
     for transfer in transfers:
@@ -90,7 +91,7 @@ def _alike(transfers: Iterable[Transfer], layers: dict[str, str]) -> list[list[T
 
 
 def _joins(start: fx.Node) -> bool:
-    """Whether a start may have others beside it: nothing sends parts to each rank for several tensors, nor what was averaged in parts."""
+    """Return whether a start may be in a bucket with others: an all_to_all may not, nor a gather of a mean."""
     return start.target in collectives.COALESCED and not (
         info(start).role is Role.REDUCE and collectives.kind(start) == "all_gather"
     )
@@ -111,9 +112,11 @@ def _grown(
 
 
 def cut(sizes: Sequence[int], wanted: int | None, link: Link, ranks: int) -> list[int]:
-    """How many members each bucket of a run has: `sizes` are their bytes, and buckets grow to the `wanted` ones.
+    """Return how many members each bucket of a run has. `sizes` are the members' bytes, `wanted` the bytes that a
+    bucket grows to.
 
-    None: until the link's latency is a small part of the transfer; what is left over then joins the last.
+    With `wanted` None it grows until the link's latency is a small part of the transfer; members left over join the
+    last bucket.
     """
     if wanted == 0:
         return [1] * len(sizes)
@@ -146,13 +149,13 @@ def _join(members: list[Transfer], name: str, together: Callable[[list[Transfer]
 
 
 def _together_before(members: list[Transfer]) -> None:
-    """All starts where the first one is: gathers start from shards, which are there at any time."""
+    """Move all starts to the first one: gathers start from shards, which are available at any time."""
     first = min(members, key=lambda t: t.start)
     _place(first.before[0].prev if first.before else first.start.prev, members)
 
 
 def _together_after(members: list[Transfer], chained: dict[fx.Node | None, Transfer]) -> None:
-    """All starts where the last one is, and behind them their waits and what starts from these."""
+    """Move all starts to the last one, and after them their waits and the reductions that start from these."""
     last = max(members, key=lambda t: t.start)
     cursor = _place(last.before[0].prev if last.before else last.start.prev, members)
     for member in members:
@@ -166,7 +169,7 @@ def _together_after(members: list[Transfer], chained: dict[fx.Node | None, Trans
 
 
 def _place(cursor: fx.Node, members: list[Transfer]) -> fx.Node:
-    """Put what the members' operands need, then their starts, after `cursor`; returns the last start."""
+    """Put what the members' operands need, then their starts, after `cursor`; return the last start."""
     moved = [n for m in members for n in m.before] + [m.start for m in members]
     while cursor in moved:
         cursor = cursor.prev

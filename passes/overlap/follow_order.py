@@ -1,7 +1,8 @@
-"""Schedules transfers in the order of another program: ranks that run the one while others run the other communicate in the same way.
+"""Schedules transfers in the order of another program, so that ranks that run one program and ranks that run the other
+communicate in the same order.
 
-How long operators take decides only how early a transfer starts within that order. What starts ahead of the program, in the forward and in
-the backward is the same in both.
+Only how early a transfer starts within that order depends on the operators' times. Which transfers start ahead of the
+program, in the forward and in the backward is the same in both.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ if TYPE_CHECKING:
 
 
 class Start(NamedTuple):
-    """A transfer, or a bucket of them, that starts: of these parameters, over a group, in a phase or `ahead` of the program."""
+    """The start of a transfer, or of a bucket of transfers."""
 
-    reduces: bool
-    group: str
-    names: tuple[str, ...]
-    phase: str
-    ahead: bool
+    reduces: bool  # whether it reduces gradients; else it gathers parameters
+    group: str  # the group that it runs over
+    names: tuple[str, ...]  # the parameters that it serves
+    phase: str  # the phase in which it starts
+    ahead: bool  # whether it starts ahead of the program
 
 
 def order_of(program: Program) -> tuple[Start, ...]:
-    """The starts of a scheduled program's transfers, in order."""
+    """Return the starts of a scheduled program's transfers, in order."""
     transfers = sorted([*gathers_of(program), *reductions_of(program)], key=lambda t: t.start)
     found: dict[object, list[fx.Node]] = {}
     for transfer in transfers:
@@ -47,16 +48,16 @@ def _start(starts: list[fx.Node]) -> Start:
 
 @dataclass
 class Followed:
-    """The buckets of a step in the order of another program, with what that says of each."""
+    """The buckets of a step that have not started yet, in the order of another program."""
 
-    left: list[tuple[Bucket, Start]]
+    left: list[tuple[Bucket, Start]]  # each bucket with its start in the other program
 
     @property
     def next(self) -> Bucket | None:
         return self.left[0][0] if self.left else None
 
     def begins_in(self, phase: Phase) -> bool:
-        """Does the next one start in this phase?"""
+        """Return whether the next bucket starts in this phase."""
         return bool(self.left) and self.left[0][1].phase == phase
 
     def begins_ahead(self) -> bool:
@@ -64,7 +65,7 @@ class Followed:
 
 
 def followed(step: StepToSchedule, order: tuple[Start, ...]) -> Followed | None:
-    """The buckets in this order; None where the programs do not have the same ones."""
+    """Return the buckets in this order; None if the two programs do not have the same ones."""
     found: dict[tuple[object, ...], list[Bucket]] = {}
     for bucket in (*step.gathers, *step.reductions):
         found.setdefault(tuple(_start([m.start for m in bucket.members])[:3]), []).append(bucket)

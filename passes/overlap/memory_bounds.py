@@ -1,4 +1,6 @@
-"""What the overlap pass may hold: the caps on gathered bytes and on waiting gradients, and what of them is in use as the schedule grows."""
+"""The memory that the overlap pass may use: the caps on gathered bytes and on waiting gradients, and the bytes in use
+as the schedule grows.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +18,20 @@ NO_BOUND = 2**60  # bytes
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bytes that a plan allows; see `OverlapOptions`, whose fields of the same names these are."""
+    """Bytes that a plan allows; the fields are those of `OverlapOptions` with the same names."""
 
-    max_bytes: int | None
-    room_bytes: int | None
-    spare_bytes: int | None
-    ahead_bytes: int | None
-    reduce_bytes: int | None
+    max_bytes: int | None  # gathered bytes at any time
+    room_bytes: int | None  # gathered bytes beyond what is needed at once
+    spare_bytes: int | None  # bytes by which early gathers may raise the step's peak
+    ahead_bytes: int | None  # gathered bytes that nothing has used yet
+    reduce_bytes: int | None  # bytes of gradients that wait to be scattered
 
 
 class BoundedMemory:
-    """The bytes in use at the position that the schedule has reached, and those that may be. Raises `PlanError` when it is made if the
-    gathered weights that are needed at once are more than the plan allows."""
+    """The bytes in use at the position that the schedule has reached, and the bytes that may be in use.
+
+    Its constructor raises `PlanError` if the gathered weights that are needed at once are more than the plan allows.
+    """
 
     def __init__(self, step: StepToSchedule, bounds: Bounds) -> None:
         self._bounds = bounds
@@ -56,7 +60,7 @@ class BoundedMemory:
         return Room(step.others, needed, self.spare)
 
     def _cap(self, step: StepToSchedule, layer: int) -> int:
-        """The cap on gathered bytes."""
+        """Return the cap on gathered bytes."""
         needed, which = step.needed()
         room = 2 * layer if self._bounds.room_bytes is None else self._bounds.room_bytes
         cap = needed + room if self._bounds.max_bytes is None else self._bounds.max_bytes
@@ -71,7 +75,7 @@ class BoundedMemory:
         )
 
     def start(self, gather: Bucket, at: int) -> None:
-        """A gather starts at operator `at`."""
+        """Count a gather that starts at operator `at`."""
         if gather.counted:
             self.live += gather.held
             self.ahead += gather.held
@@ -79,12 +83,14 @@ class BoundedMemory:
             self.room.hold(at, gather.first, gather.held)
 
     def arrive(self, gather: Bucket) -> None:
-        """What was gathered is read from here on."""
+        """Count a gather as used: its first reader comes next."""
         if gather.counted:
             self.ahead -= gather.held
 
     def refusal(self, gather: Bucket, at: int) -> tuple[str, str] | None:
-        """Why a gather may not start at operator `at`, and what of the plan would let it; None if it may."""
+        """Return why a gather may not start at operator `at`, and the setting of the plan that would let it; None if it
+        may.
+        """
         if not gather.counted:
             return None
         live, ahead = self.live + gather.held, self.ahead + gather.held
@@ -103,7 +109,9 @@ class BoundedMemory:
         return None
 
     def too_many_wait(self, at: int) -> bool:
-        """Are there more gradients waiting before operator `at` than may, or (if nothing is said of it) than there is room for?"""
+        """Return whether more gradients wait before operator `at` than the plan allows, or, without a bound, than there
+        is memory for.
+        """
         if self.waiting > self.cap_reduce:
             return True
         return self._bounds.reduce_bytes is None and self.room.reached(at, at + 1, self.waiting) > self.room.limit

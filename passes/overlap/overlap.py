@@ -1,30 +1,31 @@
 """Decides when each transfer starts and when it is waited for: a list scheduler over a simulated step.
 
-*Contract.* Computation keeps its order. On exit each gather starts as early as it has to, if the link, the cap on gathered
-bytes and the step's peak allow, and is waited for just before its first reader; each reduction starts once its gradient is
-there and the link has nothing more urgent, and is waited for as late as the cap on waiting gradients and the step's peak
-allow. The level is *scheduled*: order has meaning from here on.
+*Contract.* Computation keeps its order. On exit each gather starts as early as it has to, if the link, the cap on
+gathered bytes and the step's peak allow, and is waited for just before its first reader; each reduction starts once its
+gradient is computed and the link has nothing more urgent, and is waited for as late as the cap on waiting gradients and
+the step's peak allow. The level is *scheduled*: order has meaning from here on.
 
     for each operator, in order, at the simulated time t:
         start what it needs and what has not started; wait for it (the clock stands still until it has arrived)
         while the link would run dry before the operator ends:
-            start the next gather, if it is urgent, if there is room for it until it is used, and if it is due before a
+            start the next gather, if it is urgent, if there is memory for it until it is used, and if it is due before a
             reduction would be done with the link, else the oldest reduction that is ready
-        run it; what it read for the last time is free again; gradients that it made are ready
+        run it; free what it read for the last time; the gradients that it made are ready
     start and await the reductions that are left
 
-A gather is urgent if, should it start any later, it or a transfer after it would be late: so a link that has time to spare
-takes no memory. Room is what the step has below its peak without any prefetch (`zgraph/passes/analysis/memory_slack.py`), and a little more.
+A gather is urgent if, should it start any later, it or a transfer after it would be late: so a link that has time to
+spare takes no memory. Gathers may use the memory that the step has below its peak without any prefetch
+(`zgraph/passes/analysis/memory_slack.py`), and a little more.
 
 Costs are estimates, so this is done for links of several speeds, and the schedule that would lose least is taken
 (`zgraph/passes/overlap/robust_schedule.py`).
 
-The queue on the link is kept just long enough to bridge the operator that runs: what is urgent never stands behind a long
-queue, and all ranks decide from the same table of costs. List scheduling by deadlines is Graham's (1969, "Bounds on
-Multiprocessing Timing Anomalies"); prefetch under a bound on gathered bytes is DeepSpeed's (stage3_max_live_parameters),
-bounded here at every position. Since forward and backward are one graph, the backward's first gathers start in the forward;
-the forward's first ones stand before it, marked `ahead`: the update of the step before starts them, or a pipeline's stage before
-it waits for what it receives.
+The queue on the link is kept just long enough to bridge the operator that runs: urgent transfers never wait behind a
+long queue, and all ranks decide from the same table of costs. List scheduling by deadlines is Graham's (1969, "Bounds
+on Multiprocessing Timing Anomalies"); prefetch under a bound on gathered bytes is DeepSpeed's
+(stage3_max_live_parameters), bounded here at every position. Since forward and backward are one graph, the backward's
+first gathers start in the forward; the forward's first ones come before it, marked `ahead`: the update of the step
+before starts them, or they start before a pipeline's stage waits for what it receives.
 """
 
 from __future__ import annotations
@@ -49,33 +50,31 @@ from zgraph.program.program import Fact, InputRole, Level, Program
 from zgraph.program.remark import Remark
 from zgraph.units import shown_bytes
 
-SAFETY_FACTOR = 1.5  # a gather is as urgent as if all transfers took so many times their (simulated) time
-SLACK = 1.25  # what is wanted on the link while an operator runs, in its own (simulated) time: costs are estimates
-MARGIN = 5e-4  # seconds on top of it: how late a rank may start its part
+SAFETY_FACTOR = 1.5  # a gather is as urgent as if all transfers took this many times their (simulated) time
+SLACK = 1.25  # queued transfers while an operator runs, as a multiple of its (simulated) time: costs are estimates
+MARGIN = 5e-4  # seconds on top of it: how late a rank may start its part of a collective
 UPDATE_TRAFFIC = 4  # how often an update reads and writes the bytes of all shards, at least
 NOTEWORTHY = 1e-6  # seconds: stalls below it are no remark
 
 
 @dataclass(frozen=True)
 class OverlapOptions:
-    """See `zgraph.plan.communication.Prefetch` for the bounds (bytes; None: as said there).
+    """Options of `overlap`; see `zgraph.plan.communication.Prefetch` for the bounds (bytes; None: the default there)."""
 
-    `room_bytes` are those beyond what is needed at once, where `max_bytes` says nothing (None: two of the largest layers). What
-    is gathered early raises the step's peak by at most `spare_bytes` (None: those of the largest layer, and of a bucket of middle
-    size at least; no bound if there is `max_bytes`). With `ahead` false every transfer is waited for where it starts. The first
-    gathers start before the forward if there is something `beside`: the "update" of the step before, or the wait for what a stage "receives".
-    `costs` are what the simulated step is made of. With an `order` transfers start in it, as far as the program can (see
-    `zgraph.passes.overlap.follow_order`).
-    """
-
-    max_bytes: int | None = None
+    max_bytes: int | None = None  # the most gathered bytes at any time
+    # gathered bytes beyond what is needed at once, without `max_bytes`; None: two of the largest layers
     room_bytes: int | None = None
+    # bytes by which early gathers may raise the step's peak; None: those of the largest layer, and of a bucket of median
+    # size at least; no bound if there is `max_bytes`
     spare_bytes: int | None = None
-    ahead_bytes: int | None = None
-    reduce_bytes: int | None = None
-    ahead: bool = True
+    ahead_bytes: int | None = None  # the most gathered bytes that nothing has used yet
+    reduce_bytes: int | None = None  # the most bytes of gradients that wait to be scattered
+    ahead: bool = True  # false: every transfer is waited for where it starts
+    # what the first gathers run beside, before the forward: the "update" of the step before, or a stage's wait for what
+    # it "receives"; None: none start before the forward
     beside: Literal["update", "receives"] | None = None
-    costs: Costs = field(default_factory=lambda: Costs(CPU))
+    costs: Costs = field(default_factory=lambda: Costs(CPU))  # the costs of the simulated step
+    # starts in the order to follow where the program can (`zgraph.passes.overlap.follow_order`)
     order: tuple[Start, ...] = ()
 
 
@@ -109,7 +108,7 @@ def overlap(program: Program, options: OverlapOptions) -> dict[str, int]:
 
 
 def _follow(step: StepToSchedule, bounds: Bounds, options: OverlapOptions) -> _Follower | None:
-    """The schedule in the order that is asked for; None where there is none."""
+    """Return the schedule in the requested order; None if the program can't follow it."""
     step = step.over(1.0)
     known = followed(step, options.order)
     if known is None:
@@ -123,7 +122,11 @@ def _follow(step: StepToSchedule, bounds: Bounds, options: OverlapOptions) -> _F
 
 
 class _Scheduler:
-    """Chooses what starts when. What there is to schedule is the `step`'s, what time it is the `timeline`'s, what may be held the `memory`'s."""
+    """A list scheduler of one step's transfers.
+
+    `step` is what there is to schedule, `timeline` the simulated time, `memory` the bytes in use and the bounds on
+    them.
+    """
 
     def __init__(self, step: StepToSchedule, memory: BoundedMemory, options: OverlapOptions) -> None:
         self.step, self.memory, self.options = step, memory, options
@@ -135,17 +138,20 @@ class _Scheduler:
         self.queue: list[Bucket] = []  # reductions in flight, oldest first
         self.scattered = 0.0  # seconds of the reductions that have started
         self.order: list[fx.Node] = []
-        self.events: list[Event] = []  # what happens in this order
+        self.events: list[Event] = []  # what happens, in the decided order
         self.lead = 0.0  # seconds that the link has before the first operator
-        self.begun: list[fx.Node] = []  # what starts ahead of the program
+        self.begun: list[fx.Node] = []  # the nodes that run ahead of the program
         self.phases: dict[fx.Node, Phase] = {}
         self.remarks: list[Remark] = []
         self.early = 0
 
     def _latest_starts(self) -> tuple[list[float], list[float]]:
-        """For each gather: the last moment, in compute time, at which it may start if neither it nor what comes after it is to
-        be late (gathers for their readers, all transfers for the end), had nothing been on the link before; and the seconds
-        that the gathers before it take of the link."""
+        """Return, for each gather, the latest moment to start it, and the seconds that the gathers before it take of
+        the link.
+
+        The moment is in compute time: the last at which neither the gather nor a transfer after it would be late
+        (gathers for their readers, all transfers for the end), if the link had been idle before.
+        """
         step = self.step
         ready = sorted((b.first, b.seconds) for b in step.reductions)
         latest: list[float] = []
@@ -176,7 +182,7 @@ class _Scheduler:
         for bucket in unchained:
             if bucket.first >= 0:
                 by_source[bucket.first].append(bucket)
-        ends: dict[int, int] = defaultdict(int)  # gathered bytes that are free again behind each operator
+        ends: dict[int, int] = defaultdict(int)  # gathered bytes that are freed after each operator
         for bucket in step.gathers:
             for member in bucket.members if bucket.counted else ():
                 ends[step.last[member]] += member.bytes
@@ -192,8 +198,8 @@ class _Scheduler:
         self._finish()
 
     def _finish(self) -> None:
-        """Start and await what is left behind the last operator."""
-        for bucket in self.upcoming:  # read by nothing but the program's results
+        """Start and await the transfers that are left after the last operator."""
+        for bucket in self.upcoming:  # (only outputs of the program read these)
             self._start(bucket, None)
             self._await_gather(bucket, None)
         while self.ready or self.queue:
@@ -202,7 +208,9 @@ class _Scheduler:
             self._await_oldest()
 
     def _operator(self, i: int, needed: list[Bucket]) -> None:
-        """Start what an operator needs and what has not started, and what the link has time for; wait for what it needs; run it."""
+        """Schedule one operator: start the gathers it needs and those the link has time for, wait for those it needs,
+        run it.
+        """
         node = self.step.operators[i]
         self._start_needed(i, needed)
         self._fill(i, max((b.done for b in needed), default=0.0))
@@ -221,7 +229,7 @@ class _Scheduler:
                 self.upcoming.remove(bucket)
 
     def _reduce_behind(self, i: int) -> None:
-        """Start and await reductions behind an operator, as far as they may not wait longer."""
+        """Start and await reductions after an operator, if they may not wait longer."""
         node = self.step.operators[i]
         while self.ready and not self.options.ahead:
             self._start(self.ready.pop(0), node)
@@ -234,8 +242,11 @@ class _Scheduler:
             self._await_oldest()
 
     def _begin(self) -> None:
-        """Start the first gathers before the forward: as many as the link carries during the update, or as there is room for. (How long a
-        stage waits for what it receives is not known here; it may be no time at all.)"""
+        """Start the first gathers before the forward: as many as the link carries during the update, or as there is
+        memory for.
+
+        (How long a stage waits for what it receives is not known here; it may be no time at all.)
+        """
         program, upcoming, memory = self.step.program, self.upcoming, self.memory
         shards = sum(size_of(n) for n in program.input_nodes(InputRole.PARAMETER).values())
         waits = self.options.beside == "receives"
@@ -262,8 +273,9 @@ class _Scheduler:
             bucket.done = max(0.0, bucket.done - update)
 
     def _fill(self, i: int, begin: float = 0.0) -> None:
-        """Start transfers until the link is busy for as long as operator `i`, which runs at `begin` or now, and the start of the next one
-        will take."""
+        """Start transfers until the link is busy for as long as operator `i`, which runs at `begin` or now, and the
+        start of the next transfer will take.
+        """
         if not self.options.ahead:
             return
         node = self.step.operators[i]
@@ -280,7 +292,9 @@ class _Scheduler:
         return max((b.work for b in (*self.upcoming[:1], *self.ready[:1])), default=0.0)
 
     def _gather_is_next(self, i: int) -> bool:
-        """Is the next gather urgent, is there room for it, and is it due before a reduction would be done with the link?"""
+        """Return whether the next gather is urgent, fits in memory, and is due before a reduction would be done with
+        the link.
+        """
         gather = self.upcoming[0] if self.upcoming else None
         if gather is None or not self._urgent(gather, i) or not self._fits(gather, i):
             return False
@@ -292,13 +306,15 @@ class _Scheduler:
         return due - max(self.timeline.now(LINK), now) <= least
 
     def _urgent(self, gather: Bucket, i: int) -> bool:
-        """Would it, or a later one, be late if it did not start before operator `i` ends?"""
+        """Return whether this gather, or a later one, would be late if it did not start before operator `i` ends."""
         at = self.place[gather]
         latest = self.latest[at] - self.step.before[i] + SAFETY_FACTOR * (self.wanted[at] + self.scattered)
         return latest <= max(self.timeline.now(LINK) - self.timeline.now(), 0.0) + self.step.cost[i]
 
     def _fits(self, gather: Bucket, i: int) -> bool:
-        """Is there what it starts from, and room for it until it is used?"""
+        """Return whether the value that a gather starts from exists at operator `i`, and there is memory for it until
+        it is used.
+        """
         if i < gather.earliest:
             return False
         refusal = self.memory.refusal(gather, i)
@@ -337,7 +353,7 @@ class _Scheduler:
         bucket.awaited = True
 
     def _await_oldest(self) -> None:
-        """Wait for the reduction that started first; a second one over another dimension starts where it ends."""
+        """Wait for the reduction that started first; a second reduction over another dimension is ready then."""
         if not self.queue:
             return
         bucket = self.queue.pop(0)
@@ -360,7 +376,7 @@ class _Scheduler:
                 self.ready.insert(0, following)
 
     def played(self, speed: float) -> Played:
-        """What was decided, for links of that speed."""
+        """Return the decided schedule, which was made for links of this speed."""
         return Played(self.events, speed, self.lead)
 
     # -- the result ------------------------------------------------------------------------------------------------------
@@ -415,11 +431,13 @@ class _Scheduler:
 
 
 class _OutOfOrderError(Exception):
-    """What is next in the order can't start yet, and something behind it has to."""
+    """The next transfer in the order can't start yet, and a later one has to."""
 
 
 class _Follower(_Scheduler):
-    """Starts transfers in the order of another program, as early as that and the bounds let it. What has to start does, whatever the bounds."""
+    """A scheduler that starts transfers in the order of another program, as early as that order and the bounds let it.
+    A transfer that an operator needs starts whatever the bounds.
+    """
 
     def __init__(self, step: StepToSchedule, memory: BoundedMemory, options: OverlapOptions, order: Followed) -> None:
         super().__init__(step, memory, options)

@@ -1,10 +1,11 @@
-"""Which of several schedules is taken: one that costs next to nothing if costs are right, and least if they are wrong.
+"""Chooses one of several schedules: one that costs next to nothing if costs are right, and least if they are wrong.
 
-Costs are estimates: a link is shared with others now and then, products are slower beside transfers, and a data sheet's rates are reached by
-nothing. So the step is scheduled for links that are up to `DOUBT` times faster and slower than they are said to be, and each schedule is
-replayed on all these links. (That products are as many times slower is the same to a schedule as that links are faster.) What a schedule
-would lose on a link against the one that is best there is its regret; the least of the greatest regrets wins (Savage, 1951, "The Theory of
-Statistical Decision"), among schedules that lose at most `PRICE` if all is as it is said to be. Bounds on memory hold for all of them.
+Costs are estimates: a link is shared with others now and then, products are slower beside transfers, and no program
+reaches a data sheet's rates. So the step is scheduled for links that are up to `DOUBT` times faster and slower than
+stated, and each schedule is replayed on all these links. (To a schedule, slower products are the same as faster links.)
+The time that a schedule would lose on a link against the schedule that is best on it is its regret; the least of the
+greatest regrets wins (Savage, 1951, "The Theory of Statistical Decision"), among schedules that lose at most `PRICE` if
+links are as fast as stated. Bounds on memory hold for all of them.
 """
 
 from __future__ import annotations
@@ -15,30 +16,30 @@ from dataclasses import dataclass
 from zgraph.passes.overlap.scheduling_problem import Bucket
 
 DOUBT = 4.0  # kernels reach a quarter of a data sheet's rates and more; four ranks of a machine share its link
-SPEEDS = (1.0, 2.0, DOUBT, 0.5, 1 / DOUBT)  # of links, by what they are said to be
+SPEEDS = (1.0, 2.0, DOUBT, 0.5, 1 / DOUBT)  # of links, as multiples of their stated speed
 PRICE = 0.01  # of a step's time
 
 
 @dataclass(frozen=True)
 class Event:
-    """Computing of so many `seconds`, the start of a `bucket` (`ahead` of the program, or in it), or the wait for it."""
+    """One event of a schedule: computation, the start of a bucket, or the wait for it."""
 
-    seconds: float = 0.0
-    bucket: Bucket | None = None
-    ahead: bool = False
-    waits: bool = False
+    seconds: float = 0.0  # of computation, if there is no bucket
+    bucket: Bucket | None = None  # the transfers that start or are waited for
+    ahead: bool = False  # whether the bucket starts ahead of the program
+    waits: bool = False  # whether this is the wait for the bucket, not its start
 
 
 @dataclass(frozen=True)
 class Played:
-    """What a scheduler has decided: its events in order, made for a link of that `speed`. What starts ahead has `lead` seconds."""
+    """The schedule that a scheduler has decided."""
 
-    events: Sequence[Event]
-    speed: float
-    lead: float
+    events: Sequence[Event]  # what happens, in order
+    speed: float  # the speed of links that it was made for, as a multiple of the stated one
+    lead: float  # seconds that transfers have that start ahead of the program
 
     def seconds(self, speed: float) -> float:
-        """What the step takes over a link of this speed, from its first operator on."""
+        """Return the seconds that the step takes over a link of this speed, from its first operator on."""
         clock, link = 0.0, -self.lead
         done: dict[Bucket, float] = {}
         for event in self.events:
@@ -55,7 +56,7 @@ class Played:
 
 
 def least_regret(schedules: Sequence[Played]) -> int:
-    """The position of the schedule to take; the first one is that for the speed that links are said to have."""
+    """Return the position of the schedule to take; the first one is made for the stated speed of links."""
     seconds = [[played.seconds(speed) for speed in SPEEDS] for played in schedules]
     best = [min(column) or 1.0 for column in zip(*seconds, strict=True)]
     regrets = [[mine / least - 1 for mine, least in zip(row, best, strict=True)] for row in seconds]

@@ -1,4 +1,6 @@
-"""What the overlap pass schedules, as it stands before: operators in their order, and the transfers with who makes and who reads what they carry."""
+"""What the overlap pass schedules: the operators in their order, and the transfers, with the makers and readers of what
+they carry.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +23,23 @@ from zgraph.program.program import Program
 class Bucket:
     """Transfers that start together."""
 
-    members: list[Transfer]
+    members: list[Transfer]  # the transfers, in order
     seconds: float  # on the link
     work: float  # of the compute stream, to start them
     held: int  # bytes, from the start on
-    counted: bool = True  # does the cap on gathered bytes count it? (not what outlives the program)
+    counted: bool = True  # whether the cap on gathered bytes counts it; false for weights that outlive the program
     earliest: int = 0  # position of the first operator before which it may start (gathers)
     first: int = -1  # position of the first reader (gathers), of the source (reductions), among the operators
-    started: bool = False
-    awaited: bool = False
-    done: float = 0.0
-    blocked: tuple[str, str] | None = None  # why it could not start before then, and what would let it
+    started: bool = False  # whether the schedule has started it
+    awaited: bool = False  # whether the schedule has waited for it
+    done: float = 0.0  # when the link is done with it, in simulated time
+    blocked: tuple[str, str] | None = None  # why it could not start earlier, and the setting that would let it
 
 
 class StepToSchedule:
-    """A step's operators and transfers. Views of gathered parameters are put before their first readers when it is made; else nothing changes."""
+    """A step's operators and transfers. The constructor puts views of gathered parameters before their first readers,
+    and changes nothing else.
+    """
 
     def __init__(self, program: Program, costs: Costs) -> None:
         self.program, self.costs = program, costs
@@ -46,7 +50,7 @@ class StepToSchedule:
         self.at = {n: i for i, n in enumerate(self.operators)}
         compute = costs.compute(program)
         self.cost = [compute.get(n, 0.0) for n in self.operators]
-        self.before = [0.0]  # the clock at each operator, were there no communication
+        self.before = [0.0]  # the time at which each operator would start without communication
         for seconds in self.cost:
             self.before.append(self.before[-1] + seconds)
         self.last: dict[Transfer, int] = {}  # the position of the last reader of each gather
@@ -60,12 +64,12 @@ class StepToSchedule:
         self.others = self._others()
 
     def _others(self) -> list[int]:
-        """The bytes that are live at each operator, but for gathered parameters."""
+        """Return the bytes that are live at each operator, without gathered parameters."""
         memory = dict(zip(self.program.graph.nodes, memory_of(self.program, self.costs.fused), strict=True))
         return [sum(memory[n].values()) - memory[n].get("gathered", 0) for n in self.operators]
 
     def over(self, speed: float) -> StepToSchedule:
-        """The same step, yet to be scheduled, over links that are so many times as fast."""
+        """Return the same step, not scheduled yet, over links that are `speed` times as fast."""
         found = copy.copy(self)
         made = {b: replace(b, seconds=b.seconds / speed) for b in (*self.gathers, *self.reductions)}
         found.gathers = [made[b] for b in self.gathers]
@@ -80,7 +84,7 @@ class StepToSchedule:
         return Bucket(members, seconds, work, sum(m.bytes for m in members))
 
     def _gathers(self, gathers: list[Transfer]) -> list[Bucket]:
-        """The buckets of gathers in the order of their first readers."""
+        """Return the buckets of gathers in the order of their first readers."""
         results = {n for _, n in self.program.output_items()}
         count = len(self.operators)
         found = [self._bucket(b) for b in _buckets(gathers)]
@@ -100,8 +104,11 @@ class StepToSchedule:
         return sorted(found, key=lambda b: b.first)
 
     def _made(self, ends: set[fx.Node]) -> dict[int, int]:
-        """The bytes of gradients to scatter, by the position at which they are there. (A reduction belongs to the backward, also of what
-        the forward has made or of what comes into the backward.)"""
+        """Return the bytes of gradients to scatter, by the position at which they are computed.
+
+        (A reduction belongs to the backward, also of a gradient that the forward has made or that comes into the
+        backward.)
+        """
         arrives = {n: b.first for b in self.gathers for m in b.members for n in m.nodes}
         turn = max((i for i, n in enumerate(self.operators) if info(n).phase is Phase.FORWARD), default=-1)
         found: dict[int, int] = {}
@@ -115,7 +122,9 @@ class StepToSchedule:
         return found
 
     def needed(self) -> tuple[int, list[Bucket]]:
-        """The gathered bytes that the program needs at once if each bucket starts where it is needed, and which they are."""
+        """Return the gathered bytes that the program needs at once if each bucket starts where it is needed, and these
+        buckets.
+        """
         worst, which = 0, []
         for at in sorted({b.first for b in self.gathers}):
             alive = [
@@ -128,7 +137,7 @@ class StepToSchedule:
 
 
 def _sink_views(gathers: list[Transfer]) -> None:
-    """Views of a gathered parameter stand before their first reader: a view is no reason to gather."""
+    """Move views of a gathered parameter before their first reader: a view is no reason to gather."""
     for gather in gathers:
         for view in reversed([n for n in _all_views(gather.last) if n not in gather.nodes]):
             users = [u for u in view.users if u.op != "output"]
@@ -137,7 +146,7 @@ def _sink_views(gathers: list[Transfer]) -> None:
 
 
 def _buckets(transfers: list[Transfer]) -> list[list[Transfer]]:
-    """Transfers by bucket; one without a bucket is by itself."""
+    """Return transfers by bucket; one without a bucket is by itself."""
     found: dict[object, list[Transfer]] = {}
     for transfer in transfers:
         found.setdefault(info(transfer.start).bucket or transfer, []).append(transfer)
@@ -145,7 +154,7 @@ def _buckets(transfers: list[Transfer]) -> list[list[Transfer]]:
 
 
 def _all_views(node: fx.Node) -> list[fx.Node]:
-    """The views of a value, and theirs, in graph order; not the value itself."""
+    """Return the views of a value, and their views, in graph order, without the value itself."""
     found: dict[fx.Node, None] = {}
     stack = [node]
     while stack:

@@ -1,8 +1,8 @@
-"""Which parameters an update treats together: those that need the same are one kernel's work.
+"""Which parameters an update treats together: those with equal graphs are one kernel's work.
 
-An update does the same to each parameter, and a model's parameters come in few shapes. So its program is cut into stages (numbers;
-each gradient's share of the norm; the norm; each parameter's update), and a stage into groups of parameters with equal graphs.
-Where states lie elsewhere, a group is as much of them as is on the device at once.
+An update does the same to each parameter, and a model's parameters come in few shapes. So its program is cut into
+stages (numbers; each gradient's share of the norm; the norm; each parameter's update), and a stage into groups of
+parameters with equal graphs. Of offloaded states, those of one group are on the device at once.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ LIMITS = (2**20, 2**28)  # bytes
 
 @dataclass(frozen=True)
 class GroupOptions:
-    """The parameters named in `first` are updated as early as they can be, in this order. The inputs of a group that lie elsewhere
-    than on the device have at most `bytes` together (one parameter's may have more; None: a 16th of all, within LIMITS)."""
+    """Options of `group_updates`."""
 
-    first: tuple[str, ...] = ()
+    first: tuple[str, ...] = ()  # names of the parameters that are updated as early as they can be, in this order
+    # the most bytes of a group's offloaded inputs (one parameter's may have more); None: a 16th of all, within LIMITS
     bytes: int | None = None
 
 
@@ -52,12 +52,12 @@ def group_updates(program: Program, options: GroupOptions) -> dict[str, int]:
 
 
 def default_bytes(away: int) -> int:
-    """The most that one group brings to the device of `away` bytes that lie elsewhere, where the plan does not say."""
+    """Return the most bytes that one group brings to the device, of `away` offloaded bytes, if the plan does not say."""
     return min(max(away // 16, LIMITS[0]), LIMITS[1])
 
 
 def groups_of(program: Program) -> list[list[fx.Node]]:
-    """The operators of each group, in the order in which they run."""
+    """Return the operators of each group, in the order in which they run."""
     found: dict[str, list[fx.Node]] = {}
     for node in program.graph.nodes:
         if node.op == "call_function":
@@ -66,7 +66,7 @@ def groups_of(program: Program) -> list[list[fx.Node]]:
 
 
 def _cut(program: Program, options: GroupOptions) -> list[list[fx.Node]]:
-    """The nodes of each group, groups in an order in which they can run."""
+    """Return the nodes of each group, groups in an order in which they can run."""
     found: dict[int, dict[str | None, list[fx.Node]]] = {}
     stages = _stages(program)
     for node in program.graph.nodes:
@@ -90,16 +90,16 @@ def _cut(program: Program, options: GroupOptions) -> list[list[fx.Node]]:
 
 
 def _away(nodes: list[fx.Node]) -> int:
-    """Bytes of what these read that lies elsewhere."""
+    """Return the bytes of the offloaded values that these nodes read."""
     return sum(size_of(a) for a in {a for n in nodes for a in n.all_input_nodes} if info(a).home is not None)
 
 
 def _stages(program: Program) -> dict[fx.Node, int]:
-    """Each operator's stage: even ones are of all parameters together, odd ones of each parameter by itself.
+    """Return each operator's stage: even ones are of all parameters together, odd ones of each parameter by itself.
 
-    Numbers are worked out as early as they can be, a parameter's own values as late: what two stages share is memory that
-    lives between them, and is written and read once more. Collectives of all parameters together keep their order: ranks of other
-    pipeline stages, whose programs are not this one, are in them too.
+    Numbers are computed as early as they can be, a parameter's own values as late: what two stages share is memory that
+    lives between them, and is written and read once more. Collectives of all parameters together keep their order:
+    ranks of other pipeline stages, whose programs differ from this one, are in them too.
     """
     nodes = [n for n in program.graph.nodes if n.op == "call_function"]
     own = {n: int(info(n).param is not None) for n in nodes}
@@ -128,7 +128,9 @@ def _stages(program: Program) -> dict[fx.Node, int]:
 
 
 def _kind(nodes: list[fx.Node]) -> str:
-    """Equal for groups of nodes that compute the same from values of the same types, which lie in the same places."""
+    """Return a text that is equal for groups of nodes that compute the same from values of the same types in the same
+    tiers.
+    """
     at: dict[fx.Node, str] = {}
 
     def name(node: fx.Node) -> str:
@@ -146,7 +148,7 @@ def _kind(nodes: list[fx.Node]) -> str:
 
 
 def type_of(val: Any) -> str:
-    """A tensor's dtype, shape, strides and device as text; the name of any other type."""
+    """Return a tensor's dtype, shape, strides and device as text; the name of any other type."""
     return (
         f"{val.dtype}{list(val.shape)}{list(val.stride())}{val.device.type}"
         if isinstance(val, torch.Tensor)

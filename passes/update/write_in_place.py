@@ -2,7 +2,7 @@
 
 *Contract.* On entry new weights and states are outputs of a pure program. On exit they are `copy_` nodes and no longer
 outputs: one parameter's update needs memory for nothing but itself, and Inductor writes from the kernel that computes.
-Safe because a write stands after the last reader of the old value, and of every view of it.
+Safe because a write comes after the last reader of the old value, and of every view of it.
 """
 
 from __future__ import annotations

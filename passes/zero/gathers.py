@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 
 def gathered(program: Program, phase: Phase) -> dict[str, fx.Node]:
-    """The whole value of each parameter that this phase gathers, by name: the last node of its gather."""
+    """Return the whole value of each parameter that this phase gathers, by name: the last node of its gather."""
     return {g.name: g.last for g in gathers_of(program) if info(g.start).phase is phase}
 
 
@@ -28,7 +28,7 @@ def identifier_of(name: str) -> str:
 
 
 def stored_order(spec: ParamSpec) -> list[int]:
-    """The dimensions in the order in which they lie in memory (channels-last weights differ from 0, 1, 2, …)."""
+    """Return the dimensions in their order in memory (channels-last weights differ from 0, 1, 2, …)."""
     inner = sorted(range(1, len(spec.shape)), key=lambda d: (-spec.stride[d], d))
     return [0, *inner] if spec.shape else []
 
@@ -42,14 +42,16 @@ def stored_shape(shape: tuple[int, ...], spec: ParamSpec) -> list[int]:
 
 
 def add_gather(program: Program, shard: fx.Node, spec: ParamSpec, phase: Phase, like: fx.Node) -> fx.Node:
-    """(cast ->) all_gather -> wait (-> slice) (-> permute): the whole parameter. `like` is its first user."""
+    """Build (cast ->) all_gather -> wait (-> slice) (-> permute), and return the whole parameter. `like` is its first
+    user.
+    """
     base = record_for(spec, phase, like)
     layout = base.replace(role=Role.LAYOUT)
     slug = identifier_of(spec.name) + ("" if phase is Phase.FORWARD else "_again")
     order = stored_order(spec)
     node = cast_to(program, shard, spec.compute_dtype, layout, f"cast_{slug}")
     if spec.shard_dim is None:
-        return node  # (it comes whole)
+        return node  # (it is not sharded)
     made = [node] if node is not shard else []
 
     def call(target: object, args: tuple[Any, ...], record: NodeInfo, name: str) -> fx.Node:

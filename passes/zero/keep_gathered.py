@@ -14,9 +14,9 @@ from zgraph.program.program import Fact, InputRole, OutputRole, Port, Program
 
 @dataclass(frozen=True)
 class KeepOptions:
-    """`gathered_before`: an earlier program of this optimizer step has gathered the weights; they come in whole."""
+    """Options of `keep_gathered`."""
 
-    gathered_before: bool = False
+    gathered_before: bool = False  # whether an earlier program of this step gathered the weights: they come in whole
 
 
 @graph_pass(
@@ -48,7 +48,9 @@ def keep_gathered(program: Program, options: KeepOptions) -> dict[str, int]:
 
 
 def coming_in(program: Program) -> dict[str, fx.Node]:
-    """Likewise for whole parameters that lie elsewhere: what the forward reads of one that is fetched for it."""
+    """Return the whole parameters that are offloaded, by name: of each the value that the forward reads, the parameter
+    or its cast.
+    """
     found = {}
     for name, node in program.input_nodes(InputRole.PARAMETER).items():
         spec = program.params[name]

@@ -19,10 +19,10 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class ReduceOptions:
-    """`reduce`: False leaves each gradient as this rank's own, for a later program to add and reduce.
-    `accumulated`: such gradients of earlier micro-batches come in and are added before the reduction."""
+    """Options of `reduce_gradients`."""
 
-    reduce: bool = True
+    reduce: bool = True  # false leaves each gradient as this rank's own, for a later program to add and reduce
+    # whether unreduced gradients of earlier micro-batches come in and are added before the reduction
     accumulated: bool = False
 
 
@@ -43,7 +43,7 @@ def reduce_gradients(program: Program, options: ReduceOptions) -> dict[str, int]
         p.name: n for p, n in program.output_items() if p.role is OutputRole.GRADIENT and p.of is InputRole.PARAMETER
     }
     final: dict[str, fx.Node] = {}
-    built: dict[fx.Node | None, fx.Node] = {}  # what stands behind a gradient already: parameters may share one
+    built: dict[fx.Node | None, fx.Node] = {}  # the last node built after each gradient: parameters may share one
     for name, grad in sorted(grads.items(), key=lambda item: item[1]):
         spec = program.params[name]
         at = None if grad.op == "placeholder" else grad
@@ -91,7 +91,9 @@ def reduce_gradients(program: Program, options: ReduceOptions) -> dict[str, int]
 
 
 def _accumulate(program: Program, grad: fx.Node, spec: ParamSpec, record: NodeInfo) -> fx.Node:
-    """held (* loss scale) + grad, in the dtype that gradients are kept in. What is held was divided by the scale."""
+    """Add earlier micro-batches' gradients: held (* loss scale) + grad, in the gradients' dtype. The held sum is not
+    scaled.
+    """
     slug = identifier_of(spec.name)
     with program.fake_mode:
         fake = torch.empty_strided(spec.shape, tensor(grad).stride(), dtype=spec.grad_dtype, device=tensor(grad).device)
@@ -105,7 +107,7 @@ def _accumulate(program: Program, grad: fx.Node, spec: ParamSpec, record: NodeIn
 
 
 def _leave(program: Program, node: fx.Node, spec: ParamSpec, record: NodeInfo) -> fx.Node:
-    """(cast ->) (/ loss scale): a gradient as it leaves the program."""
+    """Build (cast ->) (/ loss scale), and return the gradient as it leaves the program."""
     layout, slug = record.replace(role=Role.LAYOUT), identifier_of(spec.name)
     node = cast_to(program, node, spec.grad_dtype, layout, f"kept_grad_{slug}")
     scale = program.input_nodes(InputRole.SCALE).get("loss_scale")
@@ -115,7 +117,9 @@ def _leave(program: Program, node: fx.Node, spec: ParamSpec, record: NodeInfo) -
 
 
 def _reduce(program: Program, grad: fx.Node, spec: ParamSpec, record: NodeInfo) -> tuple[fx.Node, list[fx.Node], int]:
-    """(the reduced gradient, the starts of its collectives, 1 if it is scattered)."""
+    """Build the reduction of a gradient; return (the reduced gradient, the starts of its collectives, 1 if it is
+    scattered).
+    """
     slug = identifier_of(spec.name)
     layout = record.replace(role=Role.LAYOUT)
     order = stored_order(spec)
@@ -160,7 +164,7 @@ def _reduce(program: Program, grad: fx.Node, spec: ParamSpec, record: NodeInfo) 
 
 
 def _between(first: fx.Node, last: fx.Node) -> list[fx.Node]:
-    """The nodes behind one and in front of another."""
+    """Return the nodes after `first` and before `last`."""
     found = []
     while (first := first.next) is not last:
         found.append(first)

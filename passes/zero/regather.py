@@ -19,14 +19,13 @@ from zgraph.program.program import Fact, InputRole, Program
 
 @dataclass(frozen=True)
 class RegatherOptions:
-    """Weights that are held from the forward to the backward: those named in `keep`, and those between whose two uses no
-    more than `reuse_bytes` of other weights are used (DeepSpeed's stage3_max_reuse_distance; None: 1% of the largest layer):
-    at the turn from forward to backward a weight would be let go just to be gathered again. Not where other micro-batches come between the
-    two (no `turn`)."""
+    """Options of `regather`."""
 
-    reuse_bytes: int | None = None
-    keep: frozenset[str] = frozenset()
-    turn: bool = True
+    # A weight is held from the forward to the backward, as far as `turn` lets it, if between its two uses no more bytes of
+    # other weights are used: it would be released just to be gathered again (DeepSpeed's stage3_max_reuse_distance).
+    reuse_bytes: int | None = None  # None: 1% of the largest layer
+    keep: frozenset[str] = frozenset()  # names of further weights that are held from the forward to the backward
+    turn: bool = True  # whether the backward follows its forward directly, with no other micro-batches between the two
 
 
 @graph_pass(
@@ -66,7 +65,7 @@ def regather(program: Program, options: RegatherOptions) -> dict[str, int]:
 
 
 class _Reuse:
-    """How much else is used between a weight's last use in the forward and its first in the backward."""
+    """The bytes of other weights that are read between two reads of a weight."""
 
     def __init__(self, program: Program, wholes: dict[str, fx.Node]) -> None:
         at = {node: i for i, node in enumerate(program.graph.nodes)}
@@ -80,7 +79,7 @@ class _Reuse:
 
     @staticmethod
     def _positions(whole: fx.Node, at: dict[fx.Node, int]) -> tuple[list[int], list[int]]:
-        """Where the forward and the backward read a weight, also through views of either."""
+        """Return the positions at which the forward and the backward read a weight, also through views of either."""
         links = dict.fromkeys(_forward_chain(whole))
         stack = list(links)
         while stack:
@@ -92,8 +91,11 @@ class _Reuse:
         return forward, sorted(at[u] for u in users if info(u).phase is Phase.BACKWARD)
 
     def visits(self, name: str, late: list[fx.Node], close: int) -> list[list[fx.Node]]:
-        """The readers of a weight in the backward, parted where more bytes of others than `close` are read between two: a
-        layer that is computed again long before its own backward gathers its weights twice."""
+        """Return a weight's readers in the backward, in groups: a new one begins where more than `close` bytes of other
+        weights are read in between.
+
+        A layer that is recomputed long before its own backward gathers its weights twice.
+        """
         found = [[late[0]]]
         for earlier, later in itertools.pairwise(late):
             if self._between(name, self._at[earlier], self._at[later] + 1) > close:
@@ -102,20 +104,22 @@ class _Reuse:
         return found
 
     def distance(self, name: str) -> int:
-        """Bytes of the other weights that are read in between."""
+        """Return the bytes of other weights that are read between a weight's last read in the forward and its first in
+        the backward.
+        """
         forward, backward = self._readers[name]
         if not forward or not backward:
             return sum(self._sizes.values())
         return self._between(name, forward[-1], backward[0])
 
     def _between(self, name: str, low: int, high: int) -> int:
-        """Bytes of the other weights that are read after position `low` and before `high`."""
+        """Return the bytes of other weights that are read after position `low` and before `high`."""
         reads = self._names[bisect.bisect_right(self._order, low) : bisect.bisect_left(self._order, high)]
         return sum(self._sizes[n] for n in {*reads} - {name})
 
 
 def _forward_chain(whole: fx.Node) -> list[fx.Node]:
-    """The gathered value and the forward's views and casts of it: cheap to make again, and as large to keep."""
+    """Return the gathered value and the forward's views and casts of it: cheap to recompute, and as large to keep."""
     chain = [whole]
     for link in chain:
         for user in sorted(link.users):
@@ -126,12 +130,12 @@ def _forward_chain(whole: fx.Node) -> list[fx.Node]:
 
 
 def _backward_users(link: fx.Node) -> list[fx.Node]:
-    """The backward's readers of a value; what the model returns is the forward's."""
+    """Return the backward's readers of a value, without the program's output."""
     return [user for user in link.users if user.op != "output" and info(user).phase is Phase.BACKWARD]
 
 
 def _reach(link: fx.Node, chain: list[fx.Node]) -> list[fx.Node]:
-    """`link` and those of the chain that are made from it."""
+    """Return `link` and the nodes of the chain that are made from it."""
     found = [link]
     for other in chain:
         if any(a in found for a in other.all_input_nodes) and other not in found:

@@ -1,8 +1,8 @@
 """Marks the last point at which each gathered parameter may be read.
 
-The marks cost nothing: values die after their last use anyway. They say where the author of a pass meant a parameter
-to die, and the verifier refuses any later read, also through a view: a pass that moves a use behind the mark would
-silently keep the parameter alive, and with it undo what ZeRO-3 saves.
+The marks cost nothing: values die after their last use anyway. They say where the author of a pass meant a parameter to
+die, and the verifier refuses any later read, also through a view: without them a pass that moves a use past the mark
+would silently keep the parameter alive, and with it undo what ZeRO-3 saves.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ _CAST = torch.ops.prims.convert_element_type.default
 )
 def scale_loss(program: Program) -> dict[str, int]:
     tangents = [node for port, node in program.input_items() if port.role is InputRole.TANGENT and node.users]
-    # (what comes back from a later pipeline stage is scaled already)
+    # (the gradients that a later pipeline stage returns are scaled already)
     begins = [*tangents, *program.input_nodes(InputRole.RETURNED).values()]
     if not begins:
         return {"scaled": 0}
@@ -37,7 +37,7 @@ def scale_loss(program: Program) -> dict[str, int]:
         users = list(tangent.users)
         with program.graph.inserting_after(program.placeholders()[-1]):
             scaled = program.call(aten.mul.Tensor, (tangent, scale), record, name=f"scaled_{tangent.name}")
-        if tensor(scaled).dtype is not tensor(tangent).dtype:  # (two numbers: float32 wins)
+        if tensor(scaled).dtype is not tensor(tangent).dtype:  # (a tangent of no dimensions is promoted to float32)
             with program.graph.inserting_after(scaled):
                 args = (scaled, tensor(tangent).dtype)
                 scaled = program.call(_CAST, args, record, name=f"cast_{tangent.name}")

@@ -1,12 +1,12 @@
-"""The weights that ZeRO stage 3 gathers again come from the ranks of a node (ZeRO++'s hpZ: Wang et al., 2023, "ZeRO++: Extremely Efficient
-Collective Communication for Giant Model Training").
+"""In ZeRO stage 3 the backward gathers weights from the ranks of one node (ZeRO++'s hpZ: Wang et al., 2023, "ZeRO++:
+Extremely Efficient Collective Communication for Giant Model Training").
 
-    forward:   shard -> all_gather over all ranks -> the whole parameter -> this rank's part of it, of those of its node: kept
-    backward:  that part -> all_gather over the ranks of the node -> the whole parameter
+    forward:   shard -> all_gather over all ranks -> the whole parameter -> this rank's secondary shard of it: kept
+    backward:  the secondary shard -> all_gather over the ranks of the node -> the whole parameter
 
-*Contract.* On entry the backward gathers weights from the shards of all ranks. On exit it gathers those that the forward gathers as well from
-parts that the ranks of a block of `ranks` have kept of them: each rank keeps 1 / `ranks` of these weights from the forward to the backward.
-The values that are gathered are the same.
+*Contract.* On entry the backward gathers weights from the shards of all ranks. On exit it gathers the weights that the
+forward gathers as well from secondary shards: each rank of a block of `ranks` keeps 1 / `ranks` of these weights from
+the forward to the backward. The values that are gathered are the same.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class SecondaryOptions:
-    """How many `ranks`, one after the other in the mesh dimension that divides weights, keep a copy of them between them."""
+    """Options of `secondary_shards`."""
 
-    ranks: int
+    ranks: int  # how many consecutive ranks of the mesh dimension that shards weights keep one copy between them
 
 
 @graph_pass(
@@ -64,14 +64,16 @@ def secondary_shards(program: Program, options: SecondaryOptions) -> dict[str, i
 
 
 def _place(program: Program, dim: str, ranks: int) -> fx.Node:
-    """This rank's position in its block, as an int64 tensor of one element."""
+    """Return this rank's position in its block, as an int64 tensor of one element."""
     position = program.position(dim, "secondary_shards")
     with program.graph.inserting_after(position):
         return program.call(aten.remainder.Scalar, (position, ranks), info(position), name="place_in_node")
 
 
 def _part(program: Program, gather: Transfer, place: fx.Node, ranks: int) -> fx.Node:
-    """This rank's part of a weight that was gathered, behind its first reader: the rows of a block are divided as those of all ranks are."""
+    """Build this rank's secondary shard of a gathered weight, after the weight's first reader. Its rows are those of an
+    even division.
+    """
     start = info(gather.start)
     record = NodeInfo(
         Phase.FORWARD,
@@ -92,7 +94,7 @@ def _part(program: Program, gather: Transfer, place: fx.Node, ranks: int) -> fx.
 
 
 def _gather_from(program: Program, gather: Transfer, part: fx.Node, group: str, ranks: int) -> None:
-    """Let a gather start from a part, over the ranks of a block."""
+    """Let a gather start from a secondary shard, over the ranks of a block."""
     start, unused = gather.start, gather.before
     start.args = (part, ranks, group)
     for node in (start, gather.wait):

@@ -69,7 +69,7 @@ def shard_parameters(program: Program) -> dict[str, int]:
 
 
 def _enter(program: Program, node: fx.Node, spec: ParamSpec) -> None:
-    """Let a parameter's placeholder have the shape and dtype that a rank holds."""
+    """Give a parameter's placeholder the shape and dtype in which a rank stores it."""
     device = tensor(node).device
     with program.fake_mode:
         if spec.shard_dim is None:
