@@ -37,7 +37,8 @@ class Accelerator:
             torch.cuda.set_device(device_index)
 
     def device_count(self) -> int:
-        """GPUs of this node; on CPUs the ranks that the launcher has started here, else 1."""
+        """Count the GPUs of this node; on CPUs, the ranks that the launcher started on this node, or 1 if it does
+        not say."""
         if self._cuda:
             return torch.cuda.device_count()
         return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
@@ -62,7 +63,7 @@ class Accelerator:
     manual_seed_all = manual_seed
 
     def random(self) -> Any:
-        """torch's module of this name."""
+        """Return the module `torch.random`."""
         return torch.random
 
     def initial_seed(self) -> int:
@@ -78,7 +79,7 @@ class Accelerator:
             torch.set_rng_state(new_state)
 
     def is_synchronized_device(self) -> bool:
-        """Whether a call returns when its work is done."""
+        """Return whether a call returns only when its work is done: True on a CPU, False on a GPU."""
         return not self._cuda
 
     use_host_timers = resolves_data_dependency = is_synchronized_device
@@ -92,7 +93,7 @@ class Accelerator:
         return torch.cuda.Event if self._cuda else None
 
     def stream(self, stream: Any) -> Any:
-        """A context in which kernels are put on a stream; nothing on a CPU."""
+        """Return a context that puts kernels on a stream; it does nothing on a CPU."""
         return torch.cuda.stream(stream) if self._cuda else contextlib.nullcontext()
 
     def current_stream(self, device_index: int | None = None) -> Any:
@@ -102,7 +103,7 @@ class Accelerator:
         return torch.cuda.default_stream(device_index) if self._cuda else None
 
     def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1, **_: Any) -> torch.Tensor:
-        """The tensor in page-locked memory where there is a GPU, else itself."""
+        """Return the tensor in page-locked memory; without a GPU, return the tensor itself."""
         return tensor.pin_memory() if self._cuda else tensor
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
@@ -135,19 +136,19 @@ class Accelerator:
         return [torch.float32, torch.float16, torch.bfloat16]
 
     def memory_allocated(self, device_index: int | None = None) -> int:
-        """Bytes; on a CPU what the process has in RAM."""
+        """Return the allocated bytes; on a CPU, the bytes of the process in RAM."""
         return torch.cuda.memory_allocated(device_index) if self._cuda else resident_bytes()
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
-        """Bytes; on a CPU the most that the process had in RAM."""
+        """Return the peak of the allocated bytes; on a CPU, the peak of the process in RAM."""
         return torch.cuda.max_memory_allocated(device_index) if self._cuda else most_resident_bytes()
 
     def memory_reserved(self, device_index: int | None = None) -> int:
-        """Bytes."""
+        """Return the bytes that torch's allocator has reserved; on a CPU, the bytes of the process in RAM."""
         return torch.cuda.memory_reserved(device_index) if self._cuda else resident_bytes()
 
     def max_memory_reserved(self, device_index: int | None = None) -> int:
-        """Bytes."""
+        """Return the peak of the reserved bytes; on a CPU, the peak of the process in RAM."""
         return torch.cuda.max_memory_reserved(device_index) if self._cuda else most_resident_bytes()
 
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
@@ -155,13 +156,13 @@ class Accelerator:
             torch.cuda.reset_peak_memory_stats(device_index)
 
     def total_memory(self, device_index: int | None = None) -> int:
-        """Bytes of the device, or of the host."""
+        """Return the bytes of the device's memory, or of the host's without a GPU."""
         if self._cuda:
             return torch.cuda.get_device_properties(device_index or 0).total_memory
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
     def available_memory(self, device_index: int | None = None) -> int:
-        """Bytes that are free on the device, or the host."""
+        """Return the free bytes of the device, or of the host without a GPU."""
         if self._cuda:
             return torch.cuda.mem_get_info(device_index)[0]
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
@@ -172,7 +173,7 @@ class Accelerator:
 
 @functools.cache
 def get_accelerator() -> Accelerator:
-    """This process's device."""
+    """Return this process's device."""
     return Accelerator()
 
 

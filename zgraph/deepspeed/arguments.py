@@ -6,7 +6,7 @@ import argparse
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add `--deepspeed` (which scripts read, and nothing here) and `--deepspeed_config PATH`, with their older names."""
+    """Add `--deepspeed`, which only scripts read, and `--deepspeed_config PATH`, with their older names."""
     group = parser.add_argument_group("DeepSpeed", "DeepSpeed's configuration")
     group.add_argument("--deepspeed", action="store_true", help="for the script: initialize by the configuration")
     group.add_argument(

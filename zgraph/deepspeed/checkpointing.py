@@ -1,7 +1,7 @@
-"""Activation checkpointing by DeepSpeed's calls: what is computed again becomes part of the captured graph.
+"""Activation checkpointing by DeepSpeed's calls: what is recomputed becomes part of the captured graph.
 
-`checkpoint` marks a region as torch's checkpointing does, and a plan's passes decide how it is computed again; random states are those of the
-program. A plan's `recompute` and `memory_budget` need no such calls.
+`checkpoint` marks a region as torch's checkpointing does, and a plan's passes decide how to recompute it; random states
+are those of the program. A plan's `recompute` and `memory_budget` need no such calls.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _configured = False
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`function(*args)`, of which the backward computes again what it needs. Returns a tuple as it is."""
+    """Return `function(*args)`, and let the backward recompute the activations that it needs. A tuple is returned as
+    it is."""
     return checkpoint_of_torch(function, *args, use_reentrant=False, **kwargs)
 
 
@@ -39,9 +40,11 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Take DeepSpeed's settings of checkpointing. Those of where values lie belong to the configuration of `initialize`: `UnsupportedError` says
-    which.
-    The others have no effect, since the passes decide what they say."""
+    """Accept DeepSpeed's settings of checkpointing.
+
+    Raises `UnsupportedError` for those that decide where activations are stored, and names the key of `initialize`'s
+    configuration to set instead. The others have no effect, since passes decide what they ask for.
+    """
     global _configured
     for asked, name, key in (
         (partition_activations, "partition_activations", "partition_activations"),
@@ -68,17 +71,17 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """Nothing to do: no buffers are kept between steps."""
+    """Do nothing: no buffers are kept between steps."""
 
 
 class _Tracker:
     """Random states by name, as model code of Megatron's kind uses them."""
 
     def add(self, name: str, seed: int) -> None:
-        """Nothing to do: each rank's program draws what the whole model would."""
+        """Do nothing: each rank's program draws the random numbers that the whole model would."""
 
     def reset(self) -> None:
-        """Nothing to do."""
+        """Do nothing: no states are kept."""
 
     @contextlib.contextmanager
     def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:

@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _OURS = "zgraph.deepspeed"  # the key of the engine's own part of a checkpoint's client state
-_STATES = "zgraph.deepspeed.optimizer"  # and of the states of an optimizer that no plan has
+_STATES = "zgraph.deepspeed.optimizer"  # the key of the states of an optimizer that plans do not support
 _COUNTED = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 
 
 class Checkpoints:
-    """What an engine saves and loads."""
+    """The methods of an engine that save and load."""
 
     module: nn.Module
     _training: Any
@@ -54,11 +54,12 @@ class Checkpoints:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save all that a run needs to go on, into the folder `tag` ("global_step100") of `save_dir`; returns True.
+        """Save everything that a run needs to continue, into the folder `tag` ("global_step100") of `save_dir`; return
+        True.
 
-        See `zgraph.api.handle.Handle.save_checkpoint`. Between a backward and the end of a step the gradients of its micro-batches so far are
-        not saved, with a warning: a run that is loaded begins this step anew. States of an optimizer that no plan has are saved as each rank has
-        them, for as many ranks. All ranks must call it.
+        See `zgraph.api.handle.Handle.save_checkpoint`. Within a step, the gradients of its micro-batches so far are not
+        saved, with a warning: a run that loads the checkpoint begins this step anew. The states of an optimizer that plans
+        do not support are saved per rank, and can only be loaded on the same number of ranks. All ranks must call it.
         """
         if not save_dir:
             raise ValueError("save_checkpoint needs a folder: save_dir is empty")
@@ -85,7 +86,8 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _without_gradients(self) -> Iterator[None]:
-        """Gradients that wait for a step are set aside, with a warning; afterwards they wait as before."""
+        """Set the gradients of an unfinished step aside while the block runs, with a warning, and restore them
+        afterwards."""
         waiting = [(p, p.grad) for p in self.module.parameters() if p.grad is not None]
         if waiting and comm.get_rank() == 0:
             logger.warning(
@@ -109,12 +111,13 @@ class Checkpoints:
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Go on from a checkpoint of zgraph's, or of DeepSpeed's own (ZeRO 0 to 3, universal). Returns (its path, the client state), or
-        (None, None) with a warning where `load_dir` names none.
+        """Continue from a checkpoint written by zgraph or by DeepSpeed (ZeRO 0 to 3, universal).
 
-        Before the first call of a model in stages, or with divided weights, its weights, counters and schedule go on at once, and states and random
-        states when it is cut, in that call. A checkpoint of another model is refused, also where `load_module_strict` is False. All ranks
-        must call it. Raises `CheckpointError`: then nothing was changed.
+        Returns (the checkpoint's path, the client state), or (None, None) with a warning if `load_dir` names none. A model
+        in pipeline stages, or with divided weights, is cut in its first call: before it, weights, counters and the schedule
+        are loaded at once, and the optimizer's and random states when the model is cut. A checkpoint of another model is
+        refused even if `load_module_strict` is False. All ranks must call it. Raises `CheckpointError`, and then has changed
+        nothing.
         """
         if custom_load_fn is not None:
             raise UnsupportedError(
@@ -152,7 +155,10 @@ class Checkpoints:
         return str(Path(load_dir) / chosen if chosen is not None else folder), client
 
     def _go_on(self, own: Mapping[str, Any] | None, *, scheduler: bool) -> None:
-        """Count on from a checkpoint. One that no engine of zgraph's has saved says how many steps it has had."""
+        """Restore the counters and the schedule from a checkpoint.
+
+        A checkpoint that no engine of zgraph wrote has none: they are derived from the number of steps that it records.
+        """
         counters, runtime = self._counters, self.handle.runtime
         runtime.updater.settle()
         counters.skipped_before = runtime.updater.outcomes.skipped()
@@ -181,7 +187,7 @@ class Checkpoints:
 
     # -- state dicts ----------------------------------------------------------------------------------------------------
     def module_state_dict(self, exclude_frozen_parameters: bool = False, **_: Any) -> dict[str, Any]:
-        """The model's own state dict: shards, as DTensors."""
+        """Return the model's own state dict, whose shards are DTensors."""
         frozen = {n for n, p in self.module.named_parameters() if not p.requires_grad}
         state = self.module.state_dict()
         return {n: v for n, v in state.items() if not (exclude_frozen_parameters and n in frozen)}
@@ -191,14 +197,14 @@ class Checkpoints:
         load_whole(self.module, state_dict.get("module", state_dict), strict=strict)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> None:
-        """Load what the engine's `state_dict` gave: names begin with "module."."""
+        """Load a state dict that the engine's `state_dict` returned, whose names begin with "module."."""
         if assign:
             raise UnsupportedError("load_state_dict(assign=True) of an engine", hint="load without assign")
         prefix = "module."
         self.load_module_state_dict({n.removeprefix(prefix): v for n, v in state_dict.items()}, strict)
 
     def consolidated_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
-        """The whole weights in the host's memory, on rank 0; None on the others. All ranks must call it.
+        """Return the whole weights in the host's memory on rank 0, and None on the others. All ranks must call it.
 
         Raises `UnsupportedError` for a model in stages.
         """
@@ -230,7 +236,8 @@ class Checkpoints:
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write the whole weights in the dtype that the model holds into one file, by rank 0; returns True. All ranks must call it.
+        """Write the whole weights into one file on rank 0, in the dtype of the model; return True. All ranks must call
+        it.
 
         `engine.module.save_pretrained` writes safetensors, and gathers no weights on one rank.
         """
@@ -253,7 +260,11 @@ class Checkpoints:
 
 
 def _write_weights(model: nn.Module, source: Source) -> None:
-    """Let a model that is not cut yet have a checkpoint's weights, as far as they are its own: when it is cut they are loaded, and checked."""
+    """Write a checkpoint's weights into a model that is not cut yet.
+
+    Only weights of the same name and shape are written: when the model is cut, the whole checkpoint is loaded and
+    checked.
+    """
     with torch.no_grad():
         for name, param in model.named_parameters(remove_duplicate=False):
             saved = source.tensors.get(MODEL + name)
@@ -262,13 +273,13 @@ def _write_weights(model: nn.Module, source: Source) -> None:
 
 
 def _names_one(folder: Path) -> bool:
-    """Whether a folder says which checkpoint is the latest, or is one itself."""
+    """Return whether a folder names its latest checkpoint, or is a checkpoint itself."""
     named = any((folder / name).exists() for name in ("latest", "latest_universal"))
     return named or any(folder.glob("*model_states.pt")) or (folder / ".metadata").exists()
 
 
 def _plain(value: Any) -> Any:
-    """A scheduler's state without the functions in it, which it has itself."""
+    """Return a scheduler's state without functions, which cannot be saved: the scheduler that loads it has its own."""
     if isinstance(value, dict):
         return {k: _plain(v) for k, v in value.items() if not callable(v)}
     return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value

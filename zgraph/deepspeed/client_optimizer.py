@@ -1,4 +1,5 @@
-"""The states of an optimizer of the script's own, that no plan has: saved as each rank has them, and loaded on as many ranks."""
+"""The states of the script's own optimizer, of a kind that plans do not support: saved per rank, and loaded on the
+same number of ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from zgraph.errors import CheckpointError
 
 
 def states_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's state dict, of tensors this rank's part."""
+    """Return the optimizer's state dict with this rank's part of each tensor."""
     found = optimizer.state_dict()
     state, shards = {}, {}
     for number, values in found["state"].items():
@@ -27,9 +28,10 @@ def states_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 def load(
     optimizer: torch.optim.Optimizer, saved_by: Mapping[str, Any] | None, states: Mapping[str, Any] | None
 ) -> None:
-    """Load what `states_of` gave; `saved_by` names the optimizer and the number of ranks.
+    """Load what `states_of` returned; `saved_by` names the optimizer and the number of ranks.
 
-    Raises `CheckpointError` where the checkpoint has none, or those of another optimizer, of other parameters or shards.
+    Raises `CheckpointError` if the checkpoint has no states, or has those of another optimizer, other parameters or other
+    shards.
     """
     name, ranks = type(optimizer).__name__, comm.get_world_size()
     if saved_by is None or states is None:
@@ -51,7 +53,7 @@ def load(
 
 
 def _shard(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a state that is divided as its parameter is."""
+    """Return this rank's part of a state as a DTensor that is sharded like its parameter."""
     if not isinstance(param, DTensor) or value.shape != param.to_local().shape:
         raise _refused(f"a state of a parameter of sizes {list(param.shape)} has other shards: {list(value.shape)}")
     return DTensor.from_local(

@@ -7,8 +7,8 @@
     dist.all_reduce(gradients)
     dist.log_summary()
 
-Calls of these functions are timed. The collectives of a compiled step are those of its programs, so they are counted with their bytes
-(`zgraph.deepspeed.comms_log`); of their time only what a step waited for can be seen.
+Calls of these functions are timed. The collectives of a compiled step run inside its programs: they are counted with their bytes
+(`zgraph.deepspeed.comms_log`), and of their time only what a step waited for can be measured.
 """
 
 from __future__ import annotations
@@ -105,10 +105,12 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Make the process group, if there is none: by torchrun's variables, or those of Slurm, MPI, AzureML or SageMaker; else of this process alone.
+    """Create the process group, unless there is one.
 
-    "nccl" without a GPU becomes gloo, and a warning says so. `timeout` is by default 30 minutes, or DEEPSPEED_TIMEOUT (minutes). Raises
-    `MeshError` where `dist_init_required` is False and there is none, and where nothing says where rank 0 is.
+    The ranks come from the variables of torchrun, Slurm, MPI, AzureML or SageMaker; without them this process is the only
+    rank. "nccl" without a GPU becomes gloo, with a warning. `timeout` is 30 minutes by default, or DEEPSPEED_TIMEOUT
+    (minutes). Raises `MeshError` if there is no process group and `dist_init_required` is False, and if the address of rank
+    0 is unknown.
     """
     if config is not None:
         configure(deepspeed_config=config)
@@ -152,17 +154,18 @@ def _backend(asked: str | None) -> str:
 
 # -- what is logged -----------------------------------------------------------------------------------------------------------
 class CommsLogger:
-    """The calls of collectives by name and bytes: how often, and how long in all (seconds)."""
+    """The log of collectives: the seconds of each call, by name and bytes, and the counts of those in compiled
+    programs."""
 
     def __init__(self) -> None:
         self.enabled = False
         self.verbose = False
         self.prof_ops: list[str] = []
         self.calls: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-        self.compiled: Counter[tuple[str, int]] = Counter()  # of compiled programs: by name and bytes
-        self.steps = 0  # of engines, in which these ran
+        self.compiled: Counter[tuple[str, int]] = Counter()  # collectives of compiled programs, by (name, bytes)
+        self.steps = 0  # the engines' steps in which `compiled` was counted
         self.waited: dict[str, list[float]] = defaultdict(list)  # seconds that a step waited for "gather" and "reduce"
-        self.wants_sample = True  # an engine's next step is to say what it waits for
+        self.wants_sample = True  # an engine's next step is to measure what it waits for
 
     def wants(self, name: str) -> bool:
         return self.enabled and (not self.prof_ops or name in self.prof_ops)
@@ -173,7 +176,8 @@ class CommsLogger:
             logger.info("%s of %s: %.3f ms", name, shown_bytes(size), seconds * 1e3)
 
     def compiled_summary(self) -> dict[str, dict[int, dict[str, float]]]:
-        """Of compiled programs, by name and bytes: how often in all and in a step, and bytes of a step."""
+        """Return, for each collective of compiled programs by name and bytes, its count in all, its count per step
+        and its bytes per step."""
         found: dict[str, dict[int, dict[str, float]]] = {}
         for (name, size), count in sorted(self.compiled.items()):
             each = count / max(self.steps, 1)
@@ -181,18 +185,19 @@ class CommsLogger:
         return found
 
     def waits(self) -> dict[str, float]:
-        """Milliseconds that the last step that was looked at has waited for gathers and for reductions; empty before there is one."""
+        """Return the milliseconds that the last sampled step waited for gathers and for reductions; {} before the
+        first sample."""
         return {part: seconds[-1] * 1e3 for part, seconds in self.waited.items()}
 
     def forget(self) -> None:
-        """Forget what was measured and counted."""
+        """Delete what was measured and counted."""
         self.calls.clear()
         self.compiled.clear()
         self.waited.clear()
         self.steps = 0
 
     def summary(self) -> dict[str, dict[int, dict[str, float]]]:
-        """By name and bytes: how often, milliseconds in all and each, Gbit/s."""
+        """Return, by name and bytes, the number of calls, their milliseconds in all and on average, and Gbit/s."""
         found: dict[str, dict[int, dict[str, float]]] = {}
         for name, sizes in self.calls.items():
             found[name] = {
@@ -219,7 +224,7 @@ def configure(
     verbose: bool | None = None,
     debug: bool | None = None,
 ) -> None:
-    """Log calls of these functions, or no longer: by arguments, or by a configuration's section `comms_logger`."""
+    """Turn the log of collectives on or off, by arguments or by a configuration's section `comms_logger`."""
     section = dict(deepspeed_config.get("comms_logger") or {}) if isinstance(deepspeed_config, dict) else {}
     given = {"enabled": enabled, "prof_ops": prof_ops, "verbose": verbose}
     section |= {name: value for name, value in given.items() if value is not None}
@@ -231,9 +236,12 @@ def configure(
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
-    """Log what was measured on rank 0; returned as a dict if asked for: "summary" of calls, "compiled" of compiled steps, "waited_ms" of one of
-    them. With `show_straggler` also how much longer the slowest rank waited than the fastest, which all ranks must call. Raises nothing
-    without calls. An engine's next step is looked at again for what it waits for."""
+    """Log what was measured, on rank 0, and measure again what an engine's next step waits for.
+
+    With `return_dict` it is returned as well: "summary" of calls, "compiled" of compiled steps, "waited_ms" of one of
+    them. With `show_straggler`, which all ranks must call, also how much longer the slowest rank waited than the
+    fastest. Raises nothing if there were no calls.
+    """
     found, compiled, waits = comms_logger.summary(), comms_logger.compiled_summary(), comms_logger.waits()
     comms_logger.wants_sample = True
     late: dict[str, float] = {}
@@ -276,16 +284,16 @@ def _compiled_lines(compiled: dict[str, dict[int, dict[str, float]]], waits: dic
 
 
 def reset_log() -> None:
-    """Forget what was measured and counted."""
+    """Delete what was measured and counted."""
     comms_logger.forget()
 
 
 # -- collectives --------------------------------------------------------------------------------------------------------------
-_OWN = ("prof", "log_name", "debug")  # arguments of DeepSpeed's that torch's have not
+_OWN = ("prof", "log_name", "debug")  # arguments of DeepSpeed's functions that torch's do not have
 
 
 def _size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """The bytes of the first tensor, or list of tensors, among the arguments."""
+    """Return the bytes of the first tensor, or list of tensors, among the arguments."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor):
             return value.nbytes
@@ -295,7 +303,7 @@ def _size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 
 def _timed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A collective of torch's whose calls are logged where that is asked for."""
+    """Return one of torch's collectives with its calls logged while the log is on."""
     name = function.__name__
 
     @functools.wraps(function)
@@ -346,17 +354,17 @@ reduce_scatter_fn = reduce_scatter_tensor
 
 # -- who is where -------------------------------------------------------------------------------------------------------------
 def get_rank(group: Any = None) -> int:
-    """This process's rank; 0 without a process group."""
+    """Return this process's rank; 0 without a process group."""
     return dist.get_rank(group) if dist.is_initialized() else 0
 
 
 def get_world_size(group: Any = None) -> int:
-    """The number of ranks; 1 without a process group."""
+    """Return the number of ranks; 1 without a process group."""
     return dist.get_world_size(group) if dist.is_initialized() else 1
 
 
 def get_local_rank() -> int:
-    """This process's rank on its node: LOCAL_RANK, else its rank."""
+    """Return this process's rank on its node: LOCAL_RANK, else its rank."""
     return int(os.environ.get("LOCAL_RANK", get_rank()))
 
 
@@ -374,7 +382,7 @@ def get_all_ranks_from_group(group: Any = None) -> list[int]:
 
 
 def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[str, ...]) -> Any:
-    """A DeviceMesh of torch's over all ranks."""
+    """Return torch's DeviceMesh over all ranks."""
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     return init_device_mesh(kind, mesh_shape, mesh_dim_names=mesh_dim_names)
 

@@ -1,7 +1,8 @@
 """The collectives of an engine's compiled steps, counted for `comms_logger` as their programs run.
 
-A program says each collective with its bytes, and every run of it sends exactly these, so nothing is intercepted. The time of a single one
-can't be seen, as others and the computation run beside it: torch's profiler tells of one step what it waited for (`zgraph.runtime.timings`).
+A program lists each collective with its bytes, and every run of it sends exactly these, so nothing is intercepted. The
+time of a single collective can't be measured, since others and the computation run beside it: torch's profiler measures
+what one step waited for (`zgraph.runtime.timings`).
 """
 
 from __future__ import annotations
@@ -26,8 +27,11 @@ NAMES = {  # as DeepSpeed calls them
 
 
 def collectives_of(program: Program) -> Counter[tuple[str, int]]:
-    """What a run of a program sends, by name and bytes of the whole that is gathered or reduced; with the gathers that it begins with, which
-    an update may have started before it."""
+    """Count a program's collectives by name and bytes, where the bytes are those of the whole tensor that is gathered
+    or reduced.
+
+    Gathers that the update before may have started are counted too.
+    """
     found: Counter[tuple[str, int]] = Counter()
     for node in program.graph.nodes:
         if collectives.is_start(node):
@@ -39,7 +43,7 @@ def collectives_of(program: Program) -> Counter[tuple[str, int]]:
 
 
 class CompiledCommunication:
-    """Counts for one engine, from `watch` on, while `comms_logger` is enabled."""
+    """The count of one engine's collectives, from `watch` on, while `comms_logger` is enabled."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Program, Counter[tuple[str, int]]]] = {}
@@ -48,12 +52,15 @@ class CompiledCommunication:
         self._seen: dict[str, float] | None = None
 
     def watch(self, clock: Clock) -> None:
-        """Count what runs by this clock."""
+        """Count the programs that this clock reports."""
         if self._clock is not clock:
             self._clock, clock.on_ran, self._seen = clock, self._ran, clock.sampled
 
     def stepped(self, clock: Clock) -> None:
-        """A step has ended by this clock. (Of a model that was cut or compiled anew in it, steps are counted from the next one on.)"""
+        """Count a step that has ended by this clock.
+
+        If the model was cut or recompiled in it, its clock is a new one, and steps count from the next one on.
+        """
         if not comms_logger.enabled or self._clock is not clock:
             self.watch(clock)
             return

@@ -1,10 +1,10 @@
-"""DeepSpeed's knobs of communication, of where values lie and of elasticity, as fields of a plan.
+"""DeepSpeed's options of communication, offloading and elasticity, as fields of a plan.
 
     plan = zgraph.Plan(**communication({"stage": 3, "reduce_bucket_size": 5e8, "overlap_comm": True}), precision="bf16")
     plan = zgraph.Plan(zero=3, **offloading({"offload_optimizer": {"device": "nvme", "nvme_path": "/mnt"}}), optimizer=zgraph.AdamW())
     plan = zgraph.Plan(**elastic({"enabled": True, "max_train_batch_size": 2000, "micro_batch_sizes": [2, 4, 6]}))
 
-DeepSpeed counts elements, zgraph bytes; a cap here is never exceeded, where DeepSpeed's is a wish.
+DeepSpeed counts elements, zgraph bytes; a cap here is never exceeded, where DeepSpeed's may be.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ _KEYS = (*SIZES, "stage3_param_persistence_threshold", "overlap_comm", "stage")
 
 
 def communication(section: Mapping[str, Any], *, itemsize: int = 2) -> dict[str, Any]:
-    """The fields of a `Plan` that mean what these keys of DeepSpeed's `zero_optimization` mean.
+    """Return the fields of a `Plan` for the communication keys of DeepSpeed's `zero_optimization`.
 
-    `itemsize` is the bytes of an element in what is gathered and reduced: 2 for bf16 and fp16, 4 for fp32. "auto" leaves
-    a key to zgraph; keys of other kinds are passed over. Raises `PlanError` for a key that is none of DeepSpeed's, and for a value that is no number.
+    `itemsize` is the bytes of an element in what is gathered and reduced: 2 for bf16 and fp16, 4 for fp32. "auto"
+    leaves a key to zgraph; keys of other kinds are skipped. Raises `PlanError` for a key that DeepSpeed does not have,
+    and for a value that is not a number.
     """
     fields: dict[str, Any] = {}
     for key, value in section.items():
@@ -55,15 +56,18 @@ def communication(section: Mapping[str, Any], *, itemsize: int = 2) -> dict[str,
 
 
 def _refuse_unknown(key: str, mine: Collection[str]) -> None:
-    """Raise `PlanError` for a key that is none of `zero_optimization`'s; the nearest of `mine` is named first. (Others' keys are theirs.)"""
+    """Raise `PlanError` for a key that `zero_optimization` does not have, with the nearest known key as the hint.
+
+    Keys of `zero_optimization` that are not in `mine` are accepted: another function reads them.
+    """
     if key not in mine and f"zero_optimization.{key}" not in KEYS:
         hint = did_you_mean(key, [*mine, *names_in("zero_optimization")])
         raise PlanError(f"unknown key {key!r}", where=f"zero_optimization.{key}", hint=hint)
 
 
-# What an element of a sub-group brings to the device: float32 weight and gradient, and two moments (see sub_group_size).
+# Bytes that an element of a sub-group takes on the device: float32 weight and gradient, and two moments (see sub_group_size).
 UPDATED = 16
-# Keys that ask for what is always so here, or for nothing.
+# Keys that are accepted and have no effect: they ask for what zgraph always does, or for nothing.
 _ALWAYS = (
     "pin_memory",
     "buffer_count",
@@ -77,11 +81,11 @@ _ALWAYS = (
 
 
 def offloading(section: Mapping[str, Any], activation_checkpointing: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The fields of a `Plan` that mean what `offload_optimizer`, `offload_param` and `sub_group_size` of DeepSpeed's
-    `zero_optimization` mean, and `cpu_checkpointing` and `partition_activations` of its `activation_checkpointing`.
+    """Return the fields of a `Plan` for the offloading keys of DeepSpeed's configuration.
 
-    Other keys of theirs are passed over. Raises `PlanError` for an unknown key, a device that is neither "none", "cpu" nor "nvme", and
-    "nvme" without its path.
+    These are `offload_optimizer`, `offload_param` and `sub_group_size` of `zero_optimization`, and `cpu_checkpointing`
+    and `partition_activations` of `activation_checkpointing`. Other keys of the two sections are skipped. Raises
+    `PlanError` for an unknown key, a device that is not "none", "cpu" or "nvme", and "nvme" without its path.
     """
     found: dict[str, Any] = {}
     for key, value in section.items():
@@ -162,13 +166,15 @@ _LARGEST_FACTOR = 720720  # DeepSpeed's list of highly composite numbers ends wi
 
 
 def elastic(section: Mapping[str, Any]) -> dict[str, Any]:
-    """The field `elastic` of a `Plan` that means what DeepSpeed's section `elasticity` means, of version 0.1 and 0.2.
+    """Return the field `elastic` of a `Plan` for DeepSpeed's section `elasticity`, version 0.1 or 0.2; {} if it is not
+    `enabled`.
 
-    The batch is DeepSpeed's (`compute_elastic_config` of 0.19.6): of the multiples of the sizes of micro-batches, and of their least common
-    multiple, by a highly composite number, that are at most `max_train_batch_size`, the one which most numbers of GPUs divide.
-    `worlds` are these numbers. Version 0.2 counts nodes of `num_gpus_per_node`; where a number is none of them it changes the batch, and
-    zgraph refuses. An empty dict if it is not `enabled`. Keys that ask for nothing here are logged with the reason. Raises `PlanError` for an unknown
-    key, a value that means nothing, and where no number of GPUs is left.
+    The batch is DeepSpeed's (`compute_elastic_config` of 0.19.6). Each candidate is a micro-batch size, or the least
+    common multiple of all sizes, times the largest highly composite number that keeps it within `max_train_batch_size`;
+    the batch is the candidate that the most numbers of GPUs divide. `worlds` are these numbers. Version 0.2 counts
+    nodes of `num_gpus_per_node`; on a number of GPUs outside of `worlds` DeepSpeed changes the batch, and zgraph
+    refuses. Keys without effect here are logged with the reason. Raises `PlanError` for an unknown key, an invalid
+    value, and if no number of GPUs is left.
     """
     for key in section:
         if key not in _ELASTIC:
@@ -213,7 +219,7 @@ _ELASTIC_LEFT_OUT = {
 
 
 def _refuse_elastic(given: Mapping[str, Any]) -> None:
-    """Raise `PlanError` for a value that means nothing."""
+    """Raise `PlanError` for an invalid value."""
     if str(given["version"]) not in ("0.1", "0.2"):
         raise PlanError(
             f"there is no version {short(given['version'])}",
@@ -237,7 +243,8 @@ def _refuse_elastic(given: Mapping[str, Any]) -> None:
 
 
 def _most_elastic(sizes: list[int], most: int, least_gpus: int, most_gpus: int, larger: bool) -> tuple[int, list[int]]:
-    """(the batch of at most `most` rows that most numbers of GPUs divide into micro-batches, these numbers)."""
+    """Return the batch of at most `most` rows that the most numbers of GPUs divide into micro-batches, and these
+    numbers."""
     found: list[tuple[int, int, int]] = []
     worlds: dict[int, list[int]] = {}
     for base in {*sizes, lcm(*sizes)}:
@@ -251,7 +258,7 @@ def _most_elastic(sizes: list[int], most: int, least_gpus: int, most_gpus: int, 
 
 
 def _highly_composite(most: int) -> int:
-    """The largest number of at most `most` (and 720720) that has more divisors than any smaller one."""
+    """Return the largest number up to `most` (and 720720) that has more divisors than any smaller one."""
     found = [(1, 1)]  # (number, how many divisors it has)
     for prime in (2, 3, 5, 7, 11, 13):
         for number, divisors in list(found):
@@ -273,11 +280,13 @@ def _rows(key: str, value: Any) -> int:
 
 
 def publishing(section: Mapping[str, Any], low: str = "bf16") -> dict[str, Any]:
-    """What `model.save_pretrained` takes for `stage3_gather_16bit_weights_on_model_save` of DeepSpeed's `zero_optimization`: where it is true,
-    the `dtype` that DeepSpeed's `save_16bit_model` writes, which is `low`: "bf16" or "fp16", as its config has it enabled.
+    """Return the arguments of `model.save_pretrained` for `stage3_gather_16bit_weights_on_model_save` of
+    `zero_optimization`.
 
-    Where it is not, weights are written in the dtype that ranks hold them in (where DeepSpeed's stage 3 writes none at all). Nothing is
-    gathered in either case. Raises `PlanError` for another key, and for a value that is neither true nor false.
+    If it is true, they are the `dtype` that DeepSpeed's `save_16bit_model` writes: `low`, which is "bf16" or "fp16" as
+    the configuration enables it. Otherwise {}: weights are written in the dtype in which ranks store them (DeepSpeed's
+    ZeRO stage 3 writes none at all). Nothing is gathered in either case. Raises `PlanError` for another key, and for a
+    value that is neither true nor false.
     """
     known = "stage3_gather_16bit_weights_on_model_save"
     for key, value in section.items():

@@ -14,10 +14,10 @@ from zgraph.errors import ModelError
 
 @dataclass(frozen=True)
 class Share:
-    """Which part of the data is this rank's."""
+    """The part of the data that this rank reads."""
 
-    rank: int  # among those that see different rows
-    ranks: int
+    rank: int  # this rank's index among the ranks that read different rows
+    ranks: int  # the number of ranks that read different rows
 
 
 class DeepSpeedDataLoader:
@@ -74,7 +74,7 @@ class DeepSpeedDataLoader:
 
 
 class RepeatingLoader:
-    """Micro-batches of a loader without an end: it begins again."""
+    """An endless iterator over a loader's micro-batches, which starts over at the loader's end."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader

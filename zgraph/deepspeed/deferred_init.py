@@ -1,7 +1,7 @@
-"""Models that are built without memory for their parameters, and keep what their constructors do to these for later.
+"""Models that are built without memory for their parameters, with the initialisation recorded for later.
 
-Inside of the context a parameter that is registered while nothing was written to it yet becomes one on the meta device, the same object.
-What is written to it there (`nn.init`, `reset_parameters`, any operator in place) is recorded, and done when it is materialised: by
+Inside of the context, a parameter that is registered before anything was written to it is moved to the meta device, as the same object.
+What is written to it there (`nn.init`, `reset_parameters`, any operator in place) is recorded, and replayed when it is materialised: by
 `zgraph.compile` shard by shard, one module at a time. A parameter that has values when it is registered, and every buffer, stays as it is.
 The idea is that of torchdistX's deferred initialisation.
 """
@@ -25,8 +25,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from zgraph.errors import ModelError
 
-_WRITES = "_zgraph_writes"  # in a module's __dict__: what was done to its parameters, by their names
-_deferred: Any = WeakTensorKeyDictionary()  # what was done to parameters that are on the meta device still
+_WRITES = "_zgraph_writes"  # the key of a module's __dict__ with the `Writes` to its parameters, by their names
+_deferred: Any = WeakTensorKeyDictionary()  # the `Writes` to parameters that are still on the meta device
 _EMPTY = {
     torch.ops.aten.empty.memory_format,
     torch.ops.aten.empty_strided.default,
@@ -37,16 +37,17 @@ _EMPTY = {
 
 @dataclass
 class Writes:
-    """What was written to one parameter, in order: operators with the place in its storage that they write to. `whole`: all of it can be done
-    again."""
+    """The recorded writes to one parameter."""
 
+    # in order: (operator, (size, stride, offset) of what it writes to in the storage, arguments, named arguments)
     done: list[tuple[Callable[..., Any], tuple[Any, ...], tuple[Any, ...], dict[str, Any]]] = field(
         default_factory=list
     )
-    whole: bool = True
+    whole: bool = True  # every write was recorded, so that they can be replayed
 
     def replay(self, param: torch.Tensor) -> None:
-        """Do it all to a real tensor of the parameter's layout, unless something can't be done again: then it is left as it is."""
+        """Repeat the writes on a real tensor of the parameter's layout. If one of them could not be recorded, leave
+        the tensor as it is."""
         if not self.whole:
             return
         with torch.no_grad():
@@ -56,7 +57,8 @@ class Writes:
 
 
 class _Recorder(TorchDispatchMode):
-    """Sees which tensors nothing was written to, and records what is written to parameters on the meta device."""
+    """The mode that knows which tensors were not written to yet, and records writes to parameters on the meta
+    device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +70,8 @@ class _Recorder(TorchDispatchMode):
         return found is not None and not found.expired()
 
     def writes_of(self, tensor: torch.Tensor) -> Writes | None:
-        """What was written to the parameter whose memory a tensor has; None where it is no such parameter's."""
+        """Return the recorded writes to the parameter whose storage a tensor shares; None if it is not a deferred
+        parameter's."""
         return self._of.get(tensor.untyped_storage()._cdata)
 
     def watch(self, param: torch.Tensor) -> Writes:
@@ -104,7 +107,8 @@ class _Recorder(TorchDispatchMode):
 
 
 class _Asked(TorchFunctionMode):
-    """Sees which of torch's initialisers pass over a parameter because it is on the meta device: their values can't be made later."""
+    """The mode that notices when an initialiser of torch skips a parameter because it is on the meta device: its
+    values can't be replayed."""
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
@@ -119,13 +123,13 @@ class _Asked(TorchFunctionMode):
         return result
 
 
-# Initialisers that do nothing on the meta device, as those call them who name the module.
+# Initialisers that do nothing on the meta device, wrapped in `nn.init` so that calls as `nn.init.NAME(…)` are recorded.
 _PASSING = ("_no_grad_trunc_normal_", "orthogonal_", "dirac_", "sparse_")
 _IS_META: Any = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
 
 def _recorded(recorder: _Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
-    """An initialiser that is noted as a whole where its tensor is a parameter on the meta device."""
+    """Return an initialiser that records its whole call if its tensor is a deferred parameter."""
 
     @functools.wraps(original)
     def run(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -141,7 +145,7 @@ def _recorded(recorder: _Recorder, original: Callable[..., Any]) -> Callable[...
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """Build models without memory for their parameters; see the module."""
+    """Build models without memory for their parameters; see the module's docstring."""
     recorder = _Recorder()
     built: list[nn.Module] = []
     original = nn.Module.register_parameter
@@ -168,12 +172,12 @@ def deferred() -> Iterator[None]:
         nn.Module.register_parameter = original  # type: ignore[method-assign]
         for name, function in passing.items():
             setattr(nn.init, name, function)
-        for module in built:  # (not before: their constructors call their own)
+        for module in built:  # (only now: constructors call the modules' own reset_parameters)
             module.__dict__["reset_parameters"] = functools.partial(replay, module)
 
 
 def replay(module: nn.Module) -> None:
-    """Do to a module's own parameters what its constructor did to them on the meta device."""
+    """Repeat on a module's own parameters what its constructor wrote to them on the meta device."""
     for name, writes in module.__dict__.get(_WRITES, {}).items():
         param = module._parameters.get(name)
         if param is not None and not param.is_meta:
@@ -181,7 +185,8 @@ def replay(module: nn.Module) -> None:
 
 
 def materialise(param: nn.Parameter) -> None:
-    """Make one parameter real on the host, with the values that its constructor gave it. Raises `ModelError` for one that was not built here."""
+    """Make one parameter real on the host, with the values from its constructor. Raises `ModelError` if it was not
+    built inside of `deferred`."""
     writes = _deferred.pop(param, None)
     if writes is None:
         raise ModelError(
@@ -190,5 +195,5 @@ def materialise(param: nn.Parameter) -> None:
         )
     real = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="cpu")
     writes.replay(real)
-    writes.done.clear()  # (what is real by now is not made again with the rest of its module)
+    writes.done.clear()  # (so that replaying the rest of its module does not write to it again)
     torch.utils.swap_tensors(param, nn.Parameter(real, requires_grad=param.requires_grad))

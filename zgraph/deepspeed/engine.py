@@ -6,9 +6,9 @@
         engine.backward(loss)
         engine.step()
 
-The engine counts micro-batches and moves the schedule; all else is the compiled model's (`engine.module.zgraph`): sharding, reduction, clipping,
-loss scale, update. [Note: accumulation] A backward that is not the last of a step runs in `no_sync`, and its loss is divided by their number. In a
-`loss.backward()` of the script's own what comes in at the engine's outputs is divided (`_divided`), as DeepSpeed does it.
+The engine counts micro-batches and steps the schedule; the compiled model (`engine.module.zgraph`) does the rest: sharding, reduction, clipping,
+loss scale, update. [Note: accumulation] A backward that is not the last of a step runs in `no_sync`, and each loss is divided by the number of
+micro-batches. If the script calls `loss.backward()` itself, the gradients of the engine's outputs are divided instead (`_divided`), as in DeepSpeed.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from zgraph.errors import ModelError, StepError
 
 @dataclass
 class Batch:
-    """The sizes of a step: `rows` of a micro-batch, `parts` (micro-batches) of a step, data-parallel `ranks`."""
+    """The sizes of a step."""
 
-    rows: int
-    parts: int
-    ranks: int
+    rows: int  # rows of a micro-batch on one rank
+    parts: int  # micro-batches of a step
+    ranks: int  # data-parallel ranks
 
     @property
     def total(self) -> int:
@@ -52,41 +52,42 @@ class Batch:
 
 @dataclass
 class Training:
-    """What an engine trains with. `clips`: the largest norm of the gradients, for an optimizer that the plan does not run."""
+    """The objects that an engine trains with."""
 
     optimizer: Any = None  # an `EngineOptimizer`, or the script's own
-    planned: bool = True  # the plan's update program is what updates
-    scheduler: Any = None
-    clips: float = 0.0
-    skips: bool = False  # (bf16 with an optimizer of the script's own) an update that is not finite
+    planned: bool = True  # the plan's update program updates the weights
+    scheduler: Any = None  # the scheduler that the engine steps
+    clips: float = 0.0  # the largest norm of the gradients (0: any), for an optimizer that the plan does not run
+    skips: bool = False  # skip an update whose gradients are not finite (bf16 with the script's own optimizer)
     client: Any = None  # the script's own optimizer object
-    collate_fn: Callable[..., Any] | None = None
-    loader: DeepSpeedDataLoader | None = None
-    report: Any = None
+    collate_fn: Callable[..., Any] | None = None  # makes a micro-batch of examples
+    loader: DeepSpeedDataLoader | None = None  # the loader of `training_data`
+    report: Any = None  # what became of each key of the configuration
 
 
 @dataclass
 class Counters:
-    """What an engine counts: micro-batches, steps (skipped ones too), rows, skipped steps."""
+    """The counters of an engine."""
 
-    micro_steps: int = 0
-    global_steps: int = 0
-    global_samples: int = 0
-    skipped_steps: int = 0
-    skipped_before: int = 0  # the run time's count
-    backwards: int = 0  # since the last step
+    micro_steps: int = 0  # micro-batches
+    global_steps: int = 0  # updates, skipped ones included
+    global_samples: int = 0  # rows over all data-parallel ranks
+    skipped_steps: int = 0  # updates that were skipped
+    skipped_before: int = 0  # the runtime's count of skipped updates before the last one
+    backwards: int = 0  # calls of `backward` since the last step
 
 
 class OwnBackwards:
-    """The `engine.backward` calls that run now, of all engines: they have divided their loss by the micro-batches."""
+    """The number of `engine.backward` calls that run now, over all engines: these have divided their loss already."""
 
     count = 0
 
 
 class DeepSpeedEngine(Checkpoints, Settings, Refused, nn.Module):  # type: ignore[misc]
-    """See the module. `module` is the script's own model, compiled in place; `config` the configuration as it was given.
+    """A compiled model with DeepSpeed's interface; see the module's docstring.
 
-    Attributes that the engine has not are the model's.
+    `module` is the script's own model, compiled in place; `config` is the configuration as it was given. Attributes
+    that the engine does not have are the model's.
     """
 
     def __init__(self, model: nn.Module, config: dict[str, Any], batch: Batch, training: Training) -> None:
@@ -101,12 +102,12 @@ class DeepSpeedEngine(Checkpoints, Settings, Refused, nn.Module):  # type: ignor
             self._log.communication.watch(self.handle.runtime.clock)
         self._boundary: bool | None = None  # as set by set_gradient_accumulation_boundary
         self._outer = False  # inside of the script's no_sync()
-        self._held = contextlib.ExitStack()  # the run time's no_sync(), while backward passes only accumulate
+        self._held = contextlib.ExitStack()  # the runtime's no_sync(), while backward passes only accumulate
         self._holds = False
         self._applied = False
         self._norm: torch.Tensor | float | None = None
         self._iterator: Iterator[Any] | None = None
-        self._losses: list[torch.Tensor] = []  # of the step that is under way, for monitors
+        self._losses: list[torch.Tensor] = []  # the losses of the current step, for monitors
 
     # -- what it stands on --------------------------------------------------------------------------------------------
     @property
@@ -145,7 +146,7 @@ class DeepSpeedEngine(Checkpoints, Settings, Refused, nn.Module):  # type: ignor
 
     @property
     def monitor(self) -> Monitor:
-        """What writes to TensorBoard and others: `engine.monitor.write_events([(name, value, position)])`."""
+        """The writer to TensorBoard and others: `engine.monitor.write_events([(name, value, position)])`."""
         return self._log.monitor
 
     @property
@@ -171,7 +172,7 @@ class DeepSpeedEngine(Checkpoints, Settings, Refused, nn.Module):  # type: ignor
 
     @property
     def dp_world_size(self) -> int:
-        """The ranks that see different rows."""
+        """The number of ranks that read different rows."""
         return self._batch.ranks
 
     @property
@@ -185,7 +186,7 @@ class DeepSpeedEngine(Checkpoints, Settings, Refused, nn.Module):  # type: ignor
 
     @property
     def global_steps(self) -> int:
-        """Updates so far, those that were skipped included."""
+        """Updates so far, skipped ones included."""
         return self._counters.global_steps
 
     @property
@@ -197,12 +198,12 @@ class DeepSpeedEngine(Checkpoints, Settings, Refused, nn.Module):  # type: ignor
         return self._counters.skipped_steps
 
     def was_step_applied(self) -> bool:
-        """Whether the last `step()` has changed the weights."""
+        """Return whether the last `step()` has changed the weights."""
         return self._applied
 
     # -- sizes --------------------------------------------------------------------------------------------------------
     def train_batch_size(self) -> int:
-        """Rows of a step over all ranks."""
+        """Return the rows of a step over all ranks."""
         return self._batch.total
 
     def train_micro_batch_size_per_gpu(self) -> int:
@@ -212,23 +213,24 @@ class DeepSpeedEngine(Checkpoints, Settings, Refused, nn.Module):  # type: ignor
         return self._batch.parts
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """(rows of a step over all ranks, rows of a micro-batch, micro-batches of a step)."""
+        """Return (rows of a step over all ranks, rows of a micro-batch, micro-batches of a step)."""
         return self._batch.total, self._batch.rows, self._batch.parts
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Another number of micro-batches, for this many rows in all. Raises `ValueError` where they can't be divided so."""
+        """Change the number of micro-batches to reach this many rows over all ranks. Raises `ValueError` if no
+        number of micro-batches does."""
         each = self._batch.rows * self._batch.ranks
         if train_batch_size < 1 or train_batch_size % each:
             raise ValueError(f"a step of {train_batch_size} rows can't be divided into micro-batches of {each} rows")
         self._batch.parts = train_batch_size // each
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Another number of rows in a micro-batch."""
+        """Change the number of rows in a micro-batch."""
         self._batch.rows = micro_batch_size
 
     # -- a micro-batch --------------------------------------------------------------------------------------------------
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own output."""
+        """Return the model's own output."""
         if torch.is_grad_enabled():
             self.tput_timer.start()
         with self._log.timed("forward"):
@@ -241,26 +243,34 @@ class DeepSpeedEngine(Checkpoints, Settings, Refused, nn.Module):  # type: ignor
         return output
 
     def _divided(self, grad: torch.Tensor) -> torch.Tensor:
-        """The gradient of an output in a backward that the script itself started: a micro-batch's share of it."""
+        """Scale an output's gradient to the micro-batch's share, in a backward that the script itself started."""
         share = self._share()
         return grad if OwnBackwards.count or share == 1 else grad * share
 
     def _share(self, scale_wrt_gas: bool = True) -> float:
-        """What the gradients of a micro-batch are multiplied by: programs average over ranks, and a configuration may ask for the sum."""
+        """Return the factor of a micro-batch's gradients: 1 / micro-batches, times the ranks if the configuration asks
+        for their sum.
+
+        (Programs average over ranks.)
+        """
         summed = self._batch.ranks if self.gradient_allreduce_op() == "sum" else 1  # type: ignore[attr-defined]
         return summed / self._batch.parts if scale_wrt_gas else summed
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss, for a `backward()` of the script's own. (The loss scale is in the compiled backward.) Raises `EngineMisuse` for a loss that is
-        no single number."""
+        """Return the loss unchanged, for a `backward()` of the script's own: the compiled backward applies the loss
+        scale.
+
+        Raises `EngineMisuse` if the loss is not a single number.
+        """
         _refuse_no_number(loss)
         return loss
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
-        """The backward of this micro-batch's loss, divided by the number of micro-batches unless `scale_wrt_gas` is False. Returns the loss
-        so divided.
+        """Run the backward of this micro-batch's loss, divided by the number of micro-batches unless `scale_wrt_gas` is
+        False; return the divided loss.
 
-        Raises `StepError` for a loss that is no single number or depends on no parameter, `EngineMisuse` without an optimizer.
+        Raises `StepError` for a loss that depends on no parameter, `EngineMisuse` for one that is not a single number and
+        without an optimizer.
         """
         self._refuse_without_optimizer("backward")
         _refuse_no_number(loss)
@@ -283,7 +293,7 @@ class DeepSpeedEngine(Checkpoints, Settings, Refused, nn.Module):  # type: ignor
         return loss / self._batch.parts if scale_wrt_gas and self._batch.parts > 1 else loss
 
     def _accumulate(self, on: bool) -> None:
-        """Let backward passes from now on only accumulate, or reduce."""
+        """Make later backward passes accumulate without reducing (`on`), or reduce again."""
         if on and not self._holds:
             self._held.enter_context(self.handle.no_sync())
         elif not on and self._holds:
@@ -292,8 +302,10 @@ class DeepSpeedEngine(Checkpoints, Settings, Refused, nn.Module):  # type: ignor
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside only accumulate. (Stages 2 and 3 keep shards of gradients alone, and reduce each time.) `step()` is refused
-        inside."""
+        """Let backward passes inside accumulate without reducing.
+
+        (ZeRO stages 2 and 3 keep only shards of gradients, and reduce each time.) `step()` is refused inside.
+        """
         if self._outer:
             raise EngineMisuse(
                 "no_sync context manager reentry is unsupported", hint="leave it before entering it again"
@@ -306,7 +318,11 @@ class DeepSpeedEngine(Checkpoints, Settings, Refused, nn.Module):  # type: ignor
 
     @contextlib.contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Backward passes inside are reduced together. Raises `EngineMisuse` inside of `no_sync`, and where `step()` alone ends a step."""
+        """Reduce the gradients of the backward passes inside together.
+
+        Raises `EngineMisuse` inside of `no_sync`, and if only `step()` ends a step (`managed_gradient_accumulation` is
+        false).
+        """
         self._refuse_unmanaged("coalesce_grad_reduction")
         if self._outer:
             raise EngineMisuse(
@@ -316,7 +332,7 @@ class DeepSpeedEngine(Checkpoints, Settings, Refused, nn.Module):  # type: ignor
             yield
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether this micro-batch is the last of a step."""
+        """Return whether this micro-batch is the last of a step."""
         return self._ends()
 
     def _ends(self) -> bool:
@@ -327,8 +343,10 @@ class DeepSpeedEngine(Checkpoints, Settings, Refused, nn.Module):  # type: ignor
         return (self._counters.micro_steps + 1) % self._batch.parts == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say whether the next micro-batch is the last of a step, from now on: before its forward. Raises `EngineMisuse` where `step()` alone ends
-        a step."""
+        """Set whether the micro-batches from the next forward on are the last of a step.
+
+        Raises `EngineMisuse` if only `step()` ends a step (`managed_gradient_accumulation` is false).
+        """
         self._refuse_unmanaged("set_gradient_accumulation_boundary")
         self._boundary = is_boundary
 
@@ -341,9 +359,10 @@ class DeepSpeedEngine(Checkpoints, Settings, Refused, nn.Module):  # type: ignor
 
     # -- a step -------------------------------------------------------------------------------------------------------
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """End a micro-batch: update the weights if it was the last of a step, and move the schedule unless the update was skipped.
+        """End a micro-batch: if it was the last of a step, update the weights, and step the schedule unless the update
+        was skipped.
 
-        All ranks must call it. Raises `StepError` where no backward ran, `EngineMisuse` inside of `no_sync` and without an optimizer.
+        All ranks must call it. Raises `StepError` if no backward ran, `EngineMisuse` inside of `no_sync` and without an optimizer.
         """
         if self._outer:
             raise EngineMisuse(
@@ -360,7 +379,7 @@ class DeepSpeedEngine(Checkpoints, Settings, Refused, nn.Module):  # type: ignor
         self._counters.micro_steps += 1
 
     def _tell(self) -> None:
-        """Log what the configuration asks for of the step that has just ended."""
+        """Log what the configuration asks for about the step that has just ended."""
         losses, self._losses = self._losses, []
         self._log.stepped(self, float(torch.stack(losses).float().mean()) if losses else None)
 
@@ -372,7 +391,7 @@ class DeepSpeedEngine(Checkpoints, Settings, Refused, nn.Module):  # type: ignor
         self._stepped(applied, lr_kwargs)
 
     def _stepped(self, applied: bool, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Count an update, and move the schedule if it was not skipped."""
+        """Count an update, and step the schedule unless the update was skipped."""
         counters = self._counters
         self._applied = applied
         if not applied:
@@ -386,12 +405,13 @@ class DeepSpeedEngine(Checkpoints, Settings, Refused, nn.Module):  # type: ignor
         counters.backwards = 0
 
     def _planned_update(self) -> bool:
-        """One update of the plan's optimizer; whether it was not skipped."""
+        """Run one update of the plan's optimizer; return whether it was applied, not skipped."""
         self._norm = self._training.optimizer.step()
         return self._settle()
 
     def _settle(self) -> bool:
-        """Whether the last update was not skipped. Raises `OverflowError` where the loss scale can't get smaller."""
+        """Wait for the last update and return whether it was applied. Raises `OverflowError` if the loss scale can't
+        get smaller."""
         handle, counters = self.handle, self._counters
         if handle.skipped_steps is None:
             return True
@@ -405,7 +425,8 @@ class DeepSpeedEngine(Checkpoints, Settings, Refused, nn.Module):  # type: ignor
         return applied
 
     def _own_update(self) -> bool:
-        """One update by an optimizer of the script's own, that no plan has; whether it was not skipped."""
+        """Run one update of the script's own optimizer, which the plan does not run; return whether it was applied,
+        not skipped."""
         training = self._training
         params = [p for p in self.module.parameters() if p.grad is not None]
         if not params:
@@ -420,7 +441,7 @@ class DeepSpeedEngine(Checkpoints, Settings, Refused, nn.Module):  # type: ignor
         return applied
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Throw the gradients away."""
+        """Delete the gradients."""
         self.handle.zero_grad(set_to_none)
 
     def _refuse_without_optimizer(self, what: str) -> None:
@@ -432,9 +453,11 @@ class DeepSpeedEngine(Checkpoints, Settings, Refused, nn.Module):  # type: ignor
 
     # -- whole steps ----------------------------------------------------------------------------------------------------
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
-        """One step: as many micro-batches as it has, from the iterator or `training_data`. Returns the mean loss over micro-batches and ranks.
+        """Run one step on micro-batches from the iterator or `training_data`; return the mean loss over micro-batches
+        and ranks.
 
-        A micro-batch is what the model is called with (a tuple or list its arguments, a dict its named ones), and its output has the loss.
+        The model is called with each micro-batch: a tuple or list is its arguments, a dict its named ones. Its output must
+        have the loss.
         """
         self.train()
         losses = []
@@ -446,7 +469,7 @@ class DeepSpeedEngine(Checkpoints, Settings, Refused, nn.Module):  # type: ignor
         return self._mean(losses)
 
     def eval_batch(self, data_iter: Iterator[Any], num_micro_batches: int | None = None) -> torch.Tensor:
-        """The mean loss over micro-batches and ranks, without gradients and in eval mode."""
+        """Return the mean loss over micro-batches and ranks, without gradients and in eval mode."""
         self.eval()
         with torch.no_grad():
             losses = [_loss_in(self._called(b)) for b in self._take(data_iter, num_micro_batches)]
@@ -458,7 +481,7 @@ class DeepSpeedEngine(Checkpoints, Settings, Refused, nn.Module):  # type: ignor
         return self(*batch) if isinstance(batch, (tuple, list)) else self(batch)
 
     def _take(self, data_iter: Iterator[Any] | None, parts: int | None = None) -> list[Any]:
-        """The micro-batches of one step."""
+        """Return the micro-batches of one step."""
         if data_iter is None:
             if self._training.loader is None:
                 raise StepError("train_batch() without data", hint="give it an iterator, or initialize training_data")
@@ -478,20 +501,21 @@ class DeepSpeedEngine(Checkpoints, Settings, Refused, nn.Module):  # type: ignor
 
     # -- numbers ----------------------------------------------------------------------------------------------------------
     def get_global_grad_norm(self) -> float | None:
-        """The 2-norm of all gradients of the last update, before clipping; infinite where it was skipped, None before the first."""
+        """Return the 2-norm of all gradients of the last update, before clipping; inf if it was skipped, None before
+        the first."""
         return None if self._norm is None else float(self._norm)
 
     def get_lr(self) -> list[float]:
-        """The learning rates of the groups, as the next update uses them."""
+        """Return the learning rates of the groups for the next update."""
         return self._of_groups("lr")
 
     def set_lr(self, lr: float) -> None:
-        """Another learning rate for all groups. (A schedule sets its own after the next update.)"""
+        """Set the learning rate of all groups. (A schedule sets its own after the next update.)"""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 
     def get_mom(self) -> list[Any]:
-        """The groups' momenta: SGD's, or Adam's betas."""
+        """Return the momentum of each group: SGD's, or Adam's betas."""
         return [g["betas"] if "betas" in g else g.get("momentum", 0.0) for g in self._groups()]
 
     def _of_groups(self, name: str) -> list[Any]:
@@ -510,7 +534,8 @@ class DeepSpeedEngine(Checkpoints, Settings, Refused, nn.Module):  # type: ignor
         collate_fn: Callable[..., Any] | None = None,
         **others: Any,
     ) -> DeepSpeedDataLoader:
-        """A loader of this rank's micro-batches of a data set. Rows of routes other than "train" are not shuffled."""
+        """Return a loader of this rank's micro-batches of a data set. Rows are not shuffled for routes other than
+        "train"."""
         share = Share(self.data_rank(), self._batch.ranks)
         if data_sampler is None and route != "train":
             data_sampler = torch.utils.data.DistributedSampler(
@@ -526,7 +551,7 @@ class DeepSpeedEngine(Checkpoints, Settings, Refused, nn.Module):  # type: ignor
         )
 
     def data_rank(self) -> int:
-        """This rank's place among those that see different rows."""
+        """Return this rank's index among the ranks that read different rows."""
         mesh = self.handle.mesh
         if mesh is None:
             return 0
@@ -539,7 +564,8 @@ class DeepSpeedEngine(Checkpoints, Settings, Refused, nn.Module):  # type: ignor
     get_data_parallel_rank = data_rank
 
     def compile(self, backend: str = "inductor", **options: Any) -> None:
-        """Run by another of zgraph's backends, "inductor" or "eager". (Every step is compiled, also without this call.)"""
+        """Switch to another of zgraph's backends, "inductor" or "eager". (Every step is compiled, with or without
+        this call.)"""
         handle = self.handle
         if backend != handle.plan.backend:
             handle.recompile(handle.plan.model_copy(update={"backend": backend}))
@@ -549,18 +575,18 @@ class DeepSpeedEngine(Checkpoints, Settings, Refused, nn.Module):  # type: ignor
         return True
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
-        """Nothing to do: the backward of a step's last micro-batch reduces."""
+        """Do nothing: the backward of a step's last micro-batch reduces."""
 
     def _backward_epilogue(self) -> None:
-        """Nothing to do: what a script calls after a `loss.backward()` of several engines."""
+        """Do nothing: scripts call it after a `loss.backward()` of several engines."""
 
     def empty_partition_cache(self) -> None:
-        """Let whole weights go that are kept for the next forward. All ranks must call it."""
+        """Free the whole weights that are kept for the next forward. All ranks must call it."""
         if self.handle.uncut is None:
             self.handle.runtime.unsharded.drop()
 
     def destroy(self) -> None:
-        """Let what is under way end. The model stays compiled, and can be used and initialized again."""
+        """Wait for the work in progress. The model stays compiled, and can be used and initialized again."""
         self._accumulate(False)
         if self.handle.uncut is None:
             self.handle.finish()
@@ -576,7 +602,7 @@ class DeepSpeedEngine(Checkpoints, Settings, Refused, nn.Module):  # type: ignor
 
 
 def _tensors_in(output: Any) -> Iterator[torch.Tensor]:
-    """The tensors of a model's output."""
+    """Yield the tensors of a model's output."""
     if isinstance(output, torch.Tensor):
         yield output
     elif isinstance(output, Mapping):
@@ -596,7 +622,7 @@ def _refuse_no_number(loss: Any) -> None:
 
 
 def _loss_in(output: Any) -> torch.Tensor:
-    """The loss in a model's output. Raises `ModelError` where there is none."""
+    """Return the loss in a model's output. Raises `ModelError` if there is none."""
     loss = find_loss(output)
     if loss is None:
         raise ModelError(

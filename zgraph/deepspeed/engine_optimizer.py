@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class LossScaleNow:
-    """fp16's loss scale and what moves it, by DeepSpeed's names: always as they are after the last step."""
+    """fp16's loss scale and the state that moves it, by DeepSpeed's names, always read after the last step."""
 
     scale_factor = 2.0
 
@@ -50,7 +50,8 @@ class LossScaleNow:
 
 
 class _Uncut:
-    """Stands behind the optimizer of a model that is not cut yet: whatever it is asked for raises `StepError`."""
+    """A stand-in for the updater of a model that is not cut yet: each call goes to the runtime, and so raises
+    `StepError` until the model is cut."""
 
     def __init__(self, handle: Handle) -> None:
         self._handle = handle
@@ -60,17 +61,20 @@ class _Uncut:
 
 
 class EngineOptimizer(torch.optim.Optimizer):
-    """The optimizer of an engine. Schedulers move its groups; `engine.step()` steps it.
+    """The optimizer of an engine. Schedulers change its groups; `engine.step()` steps it.
 
-    `param_groups` are those of `model.zgraph.optimizer`, in the order of the script's own groups. `loss_scale` and `cur_scale` are fp16's scale
-    (1.0 without one), `overflow` tells whether the last update was skipped. Everything else is the plan's optimizer's.
+    `param_groups` are those of `model.zgraph.optimizer`, in the order of the script's own groups. `loss_scale` and
+    `cur_scale` are fp16's scale (1.0 without one); `overflow` is whether the last update was skipped. Other attributes are
+    those of the plan's optimizer.
     """
 
     def __init__(
         self, handle: Handle, groups: Sequence[Sequence[str]] = (), labels: Sequence[Mapping[str, Any]] = ()
     ) -> None:
         self._handle = handle
-        self._labels = labels  # what the script's groups have besides the optimizer's numbers, names say
+        self._labels = (
+            labels  # the script's groups, whose further keys, such as names, are added to the optimizer's groups
+        )
         self._order = [list(names) for names in groups]
         self.overflow = False
         self._groups: list[dict[str, Any]] = []
@@ -79,7 +83,8 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     @property
     def optimizer(self) -> PlanOptimizer:
-        """The plan's own. (Of a model that is not cut yet one without states, whose groups are those of the cut model's later.)"""
+        """The plan's own optimizer. Before the model is cut, one without states, whose groups the cut model's
+        optimizer takes over."""
         uncut = self._handle.uncut
         if uncut is None:
             found = self._handle.optimizer
@@ -93,7 +98,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         return self._early
 
     def _hand_over(self) -> None:
-        """Let the cut model's optimizer have the groups that schedulers have moved since."""
+        """Move the groups, as schedulers have changed them so far, to the cut model's optimizer."""
         early, self._early = self._early, None
         found = self.optimizer
         assert early is not None
@@ -103,7 +108,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The groups, in the script's order: always the same list, for who holds it."""
+        """The groups, in the script's order. It is always the same list object, so that references to it stay valid."""
         inner = self.optimizer
         if inner is not self._of:
             by_name = {name: group for group in inner.param_groups for name in group["names"]}
@@ -132,12 +137,12 @@ class EngineOptimizer(torch.optim.Optimizer):
         return scaling is not None and scaling.static is None
 
     def needs_scaler(self) -> bool:
-        """Whether the loss is scaled. (`engine.scale` need not be called: the compiled backward does it.)"""
+        """Return whether the loss is scaled. (`engine.scale` need not be called: the compiled backward scales.)"""
         return self._handle.plan.loss_scale() is not None
 
     @property
     def loss_scale_config(self) -> LossScaleNow:
-        """The loss scale with its counts, as they are from now on. Raises `AttributeError` without one."""
+        """The loss scale and its counters, always up to date. Raises `AttributeError` if the loss is not scaled."""
         scaling = self._handle.plan.loss_scale()
         if scaling is None:
             raise AttributeError("loss_scale_config: the plan scales no loss")
@@ -146,7 +151,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     loss_scaler = loss_scale_config  # (its name above stage 0)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One update of the plan's optimizer. `engine.step()` calls it at the end of an accumulation."""
+        """Run one update of the plan's optimizer. `engine.step()` calls it at the end of an accumulation."""
         return self.optimizer.step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -163,7 +168,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         self.optimizer.add_param_group(param_group)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
-        """Raise `PlanError`: an engine has the backward."""
+        """Raise `PlanError`: the engine runs the backward."""
         raise PlanError("the optimizer has no backward here", hint="engine.backward(loss)")
 
     def __repr__(self) -> str:
@@ -176,8 +181,10 @@ class EngineOptimizer(torch.optim.Optimizer):
 
 
 def follow(user: torch.optim.Optimizer, engine: EngineOptimizer) -> None:
-    """Let an optimizer of the script's own be the engine's: what holds it, a scheduler say, moves the engine's groups, and its step is
-    the engine's."""
+    """Make an optimizer of the script's own follow the engine's.
+
+    Whatever holds it, such as a scheduler, then changes the engine's groups, and its step is the engine's.
+    """
     user.param_groups = engine.param_groups
 
     def step(closure: Callable[[], Any] | None = None) -> Any:
@@ -192,6 +199,6 @@ def follow(user: torch.optim.Optimizer, engine: EngineOptimizer) -> None:
 
 
 def rebind(user: torch.optim.Optimizer, names: Sequence[Sequence[str]], params: dict[str, Any]) -> None:
-    """Let an optimizer that a plan has no record of hold the model's parameters as they are now."""
+    """Replace the parameters of an optimizer that plans do not support by the model's present ones."""
     for group, mine in zip(user.param_groups, names, strict=True):
         group["params"] = [params[name] for name in mine]

@@ -1,11 +1,12 @@
-"""What a DeepSpeed engine says of its configuration: `engine.zero_optimization_stage()`, `engine.fp16_enabled()`, …"""
+"""The methods of a DeepSpeed engine that read its configuration: `engine.zero_optimization_stage()`,
+`engine.fp16_enabled()`, …"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-# The methods that give one key, with DeepSpeed's default.
+# The methods that return one key: (the key, DeepSpeed's default).
 _KEYS: dict[str, tuple[str, Any]] = {
     "gradient_allreduce_op": ("gradient_allreduce_op", "mean"),
     "gradient_predivide_factor": ("gradient_predivide_factor", 1.0),
@@ -72,7 +73,7 @@ _KEYS: dict[str, tuple[str, Any]] = {
 
 
 def value_of(config: Mapping[str, Any], key: str, default: Any = None) -> Any:
-    """The value of a key ("fp16.enabled"); the default where it is not given, or null."""
+    """Return the value of a key ("fp16.enabled"), or the default if it is missing or null."""
     value: Any = config
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
@@ -80,13 +81,14 @@ def value_of(config: Mapping[str, Any], key: str, default: Any = None) -> Any:
 
 
 class Settings:
-    """The methods of an engine that say what its configuration has. `config` is the configuration as it was given, with "auto" filled."""
+    """The methods of an engine that read its configuration. `config` is the configuration as it was given, with
+    "auto" filled."""
 
     config: dict[str, Any]
     sparse_tensor_module_names: frozenset[str] = frozenset()  # (gradients of embeddings are dense here)
 
     def zero_optimization(self) -> bool:
-        """Whether there is a ZeRO stage above 0."""
+        """Return whether the ZeRO stage is above 0."""
         return bool(self.zero_optimization_stage() > 0)  # type: ignore[attr-defined]
 
     def zero_optimization_partition_gradients(self) -> bool:
@@ -96,7 +98,7 @@ class Settings:
         return bool(self.zero_optimization_stage() >= 3)  # type: ignore[attr-defined]
 
     def zero_cpu_offload(self) -> bool:
-        """Whether the optimizer's states are in the host's memory."""
+        """Return whether the optimizer's states are in the host's memory."""
         return value_of(self.config, "zero_optimization.offload_optimizer.device") == "cpu"
 
     def dynamic_loss_scale(self) -> bool:

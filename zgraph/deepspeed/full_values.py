@@ -1,4 +1,4 @@
-"""A parameter's whole value, gradient and optimizer states, by the parameter: what shards hold, put together, and written back.
+"""Reading and writing the whole value, gradient and optimizer states of a sharded parameter.
 
 All ranks must call these. The parameter is one of a compiled model's (`engine.module.parameters()`).
 """
@@ -21,12 +21,12 @@ _KEYS = {"fp32": MASTER}
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor:
-    """The whole parameter in float32: the master weight, where the parameter itself is low."""
+    """Return the whole parameter in float32, from its master weight if there is one."""
     return _whole(_accurate(param)).float()
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Write the whole parameter, and its master weight."""
+    """Write the whole parameter and its master weight."""
     master = _state(param, MASTER)
     if master is not None:
         copy_state(master, value.to(master.dtype))
@@ -34,48 +34,50 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """The whole gradient, averaged over ranks; None where there is none: between a backward and `step()` there is."""
+    """Return the whole gradient, averaged over ranks; None if there is none. Between a backward and `step()` there
+    is one."""
     return None if param.grad is None else _whole(param.grad.detach())
 
 
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Write the whole gradient. Raises `StepError` where there is none yet."""
+    """Write the whole gradient. Raises `StepError` if there is none yet."""
     if param.grad is None:
         raise StepError("the parameter has no gradient to write to", hint="call it between a backward and step()")
     copy_state(param.grad, value.to(param.grad.dtype))
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """A state of the optimizer ("exp_avg", "exp_avg_sq", …) of the whole parameter; None before the first update, and where there is none."""
+    """Return a state of the optimizer ("exp_avg", "exp_avg_sq", …) for the whole parameter; None before the first
+    update, and if there is none of this name."""
     state = _state(param, optim_state_key)
     return None if state is None else _whole(state)
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
-    """Write a state of the optimizer. Raises `ModelError` where there is none of this name."""
+    """Write a state of the optimizer for the whole parameter. Raises `ModelError` if there is none of this name."""
     state = _required(param, optim_state_key)
     copy_state(state, value.to(state.dtype))
 
 
 # -- this rank's shard --------------------------------------------------------------------------------------------------------
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor:
-    """This rank's rows of the parameter in float32."""
+    """Return this rank's rows of the parameter in float32."""
     return _local(_accurate(param)).float()
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """This rank's rows of the gradient; None where there is none."""
+    """Return this rank's rows of the gradient; None if there is none."""
     return None if param.grad is None else _local(param.grad.detach())
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """This rank's rows of a state of the optimizer; None where there is none."""
+    """Return this rank's rows of a state of the optimizer; None if there is none."""
     state = _state(param, optim_state_key)
     return None if state is None else _local(state)
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Write this rank's rows of the parameter, and of its master weight."""
+    """Write this rank's rows of the parameter and of its master weight."""
     master = _state(param, MASTER)
     if master is not None:
         _write_local(master, value)
@@ -83,21 +85,21 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Write this rank's rows of the gradient. Raises `StepError` where there is none yet."""
+    """Write this rank's rows of the gradient. Raises `StepError` if there is none yet."""
     if param.grad is None:
         raise StepError("the parameter has no gradient to write to", hint="call it between a backward and step()")
     _write_local(param.grad.detach(), value)
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
-    """Write this rank's rows of a state of the optimizer. Raises `ModelError` where there is none of this name."""
+    """Write this rank's rows of a state of the optimizer. Raises `ModelError` if there is none of this name."""
     _write_local(_required(param, optim_state_key), value)
 
 
 def safe_update_full_grad_vectorized(
     param_list: Iterable[nn.Parameter], update_func: Callable[[torch.Tensor, nn.Parameter], torch.Tensor]
 ) -> None:
-    """Write what a function makes of each whole gradient, given the gradient and its parameter; those without one are passed over."""
+    """Replace each whole gradient by `update_func(gradient, parameter)`, skipping parameters without a gradient."""
     for param in param_list:
         grad = safe_get_full_grad(param)
         if grad is not None:
@@ -120,13 +122,16 @@ def _required(param: nn.Parameter, name: str) -> torch.Tensor:
 
 
 def _accurate(param: nn.Parameter) -> torch.Tensor:
-    """The master weight of a parameter that has one, else the parameter itself."""
+    """Return a parameter's master weight, or the parameter itself if it has none."""
     master = _state(param, MASTER)
     return param.detach() if master is None else master
 
 
 def _state(param: nn.Parameter, name: str) -> torch.Tensor | None:
-    """A state of the optimizer of a parameter, by DeepSpeed's name or the plan's; None where there is none."""
+    """Return a parameter's optimizer state by DeepSpeed's name or the plan's; None if there is none.
+
+    Raises `ModelError` for a parameter that does not belong to a compiled model.
+    """
     model = owner_of(param)
     if model is None:
         raise ModelError(
@@ -148,7 +153,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def load_whole(model: nn.Module, state_dict: Mapping[str, Any], *, strict: bool = True) -> None:
-    """Load whole tensors, alike on all ranks, or shards into a compiled model. All ranks must call it."""
+    """Load whole tensors, equal on all ranks, or shards into a compiled model. All ranks must call it."""
     state = dict(state_dict)
     held = dict(model.named_parameters(remove_duplicate=False))
     for name, value in state.items():

@@ -1,7 +1,7 @@
-"""`initialize`: DeepSpeed's call, whose answer is an engine on a compiled model.
+"""`initialize`: DeepSpeed's call, which returns an engine on a compiled model.
 
-A configuration becomes a plan (`zgraph.deepspeed.translate`); what a script hands over as objects, an optimizer, groups of parameters, a scheduler,
-is brought into it. The model is compiled in place; one that is compiled already runs by the new plan from now on, with an optimizer that begins anew.
+A configuration becomes a plan (`zgraph.deepspeed.translate`), together with the objects that a script passes: an optimizer, groups of parameters,
+a scheduler. The model is compiled in place; one that is already compiled runs by the new plan from now on, with a fresh optimizer.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from zgraph.update.torch_lr_schedulers import torch_scheduler
 
 logger = logging.getLogger(__name__)
 
-_UNBOUNDED = 3e38  # a norm that clips nothing: gradients are measured, and stay as they are
+_UNBOUNDED = 3e38  # a norm that clips nothing: the gradients' norm is measured, and they stay unchanged
 
 
 @dataclass
 class Given:
-    """What a script has handed over besides its model and configuration."""
+    """The objects that a script has passed besides its model and configuration."""
 
-    optimizer: Any = None  # an object, made already where a callable was given
-    names: list[list[str]] | None = None  # of the parameters in each of its groups
-    scheduler: Any = None
-    groups: list[dict[str, Any]] | None = None  # `model_parameters`, where they are groups
+    optimizer: Any = None  # an optimizer object, also if a function was given that makes one
+    names: list[list[str]] | None = None  # the names of the parameters in each of `groups`
+    scheduler: Any = None  # a scheduler object, or a function of the optimizer
+    groups: list[dict[str, Any]] | None = None  # the optimizer's groups, else those of `model_parameters`
 
 
 def initialize(
@@ -68,17 +68,17 @@ def initialize(
     mesh_param: Any = None,
     config_params: Config | None = None,
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
-    """DeepSpeed's `initialize`: (engine, optimizer, data loader, scheduler); the last three None where there is none.
+    """Compile the model by a DeepSpeed configuration; return (engine, optimizer, data loader, scheduler), with None for what is not given.
 
-    `config` is a dict or a path; `args.deepspeed_config` and `config_params` are the same. Its section "zgraph" has fields of a plan that DeepSpeed
-    has no key for ({"backend": "eager", "memory_budget": "20GiB"}). `optimizer` is an object of torch's or `zgraph.deepspeed.ops`, or a function of
-    `model_parameters`; it comes before the configuration's. Those that a plan has (Adam, AdamW, SGD, Adagrad, Lion, LAMB) run as the plan's compiled
-    update; others step by themselves, on shards. `lr_scheduler` is an object or a function of the optimizer. `training_data` gives a loader of this
-    rank's micro-batches.
+    `config` is a dict or a path; `args.deepspeed_config` and `config_params` are the same. Its section "zgraph" has fields of
+    a plan that DeepSpeed has no key for ({"backend": "eager", "memory_budget": "20GiB"}). `optimizer` is an object of torch's
+    or `zgraph.deepspeed.ops`, or a function of `model_parameters`; it takes precedence over the configuration's. Optimizers
+    that plans support (Adam, AdamW, SGD, Adagrad, Lion, LAMB) run as the plan's compiled update; others step by themselves,
+    on shards. `lr_scheduler` is an object or a function of the optimizer. `training_data` gives a loader of this rank's
+    micro-batches.
 
-    All ranks must call it. A model that was initialized before goes on with its weights by the new configuration. Raises `PlanError` with a
-    problem for
-    each key that can't be had, `ModelError` and others as `zgraph.compile` does.
+    All ranks must call it. A model that was initialized before keeps its weights and runs by the new configuration. Raises
+    `PlanError` with a problem for each key that zgraph does not support, `ModelError` and others as `zgraph.compile` does.
     """
     if model is None:
         raise NoModel("initialize needs a model", hint="initialize(model=model, config=…)")
@@ -114,7 +114,8 @@ def initialize(
 
 # -- the configuration ----------------------------------------------------------------------------------------------------
 def _config_of(args: Any, config: Config | None, config_params: Config | None) -> Config:
-    """The one configuration that is given. Raises `PlanError` for none and for two."""
+    """Return the one configuration that is given. Raises `PlanError` if there is none, and if `args` and an argument
+    both have one."""
     of_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
     found = [c for c in (config, config_params, of_args) if c is not None]
     if not found:
@@ -144,7 +145,8 @@ def _refuse_other_groups(mpu: Any, mesh_param: Any) -> None:
 
 
 def _planned(config: dict[str, Any], given: Given, model: nn.Module) -> tuple[Plan, Report]:
-    """The plan of a configuration and of what the script has handed over."""
+    """Return the plan of a configuration and of the objects that the script has passed, with the report on the
+    configuration."""
     own = given.optimizer is not None
     translated = dict(config)
     if own:  # (so that the schedule has an optimizer to move; it is replaced below)
@@ -172,7 +174,7 @@ def _planned(config: dict[str, Any], given: Given, model: nn.Module) -> tuple[Pl
         fields |= {"optimizer": None, "lr_schedule": None, "grad_clip": None, "on_nonfinite": "ignore"}
         fields["precision"] = _for_own_optimizer(plan, given)
     else:
-        # (the engine's scheduler moves the groups; and the norm is always known)
+        # (the engine's scheduler changes the groups; and the norm is always measured)
         fields |= {"lr_schedule": None, "grad_clip": plan.grad_clip or GradClip(norm=_UNBOUNDED)}
     if fields["precision"] != "fp32":
         fields["numerics"] = None
@@ -181,8 +183,12 @@ def _planned(config: dict[str, Any], given: Given, model: nn.Module) -> tuple[Pl
 
 
 def _precision(plan: Plan) -> str | Precision:
-    """DeepSpeed's dtypes: low parameters with fp32 masters, buffers as they are; fp16's outputs are float32, so that the gradient of a loss outside
-    the model is held until it is scaled."""
+    """Return the plan's precision with DeepSpeed's dtypes: low parameters with fp32 master weights, buffers as they
+    are.
+
+    With fp16, outputs are float32, so that the gradient of a loss outside of the model does not overflow or vanish
+    before it is scaled.
+    """
     record = plan.resolved_precision()
     if record == Precision():
         return "fp32"
@@ -194,7 +200,10 @@ def _precision(plan: Plan) -> str | Precision:
 
 
 def _for_own_optimizer(plan: Plan, given: Given) -> str | Precision:
-    """The precision for an optimizer that a plan has not: fp32 weights, which it updates itself."""
+    """Return the precision for an optimizer that plans do not support: fp32 weights, which it updates itself.
+
+    Raises `PlanError` for fp16.
+    """
     record = plan.resolved_precision()
     if record.compute == "float16" and given.optimizer is not None:
         raise PlanError(
@@ -207,7 +216,7 @@ def _for_own_optimizer(plan: Plan, given: Given) -> str | Precision:
 
 
 def _batch(config: dict[str, Any], plan: Plan) -> Batch:
-    """The sizes of a step. Raises `PlanError` where the configuration does not say how many rows there are."""
+    """Return the sizes of a step. Raises `PlanError` if the configuration does not say how many rows there are."""
     world = comm.get_world_size()
     plan = plan.for_world(world)
     ranks = plan.data_ranks(world)
@@ -236,7 +245,8 @@ def _to_device(model: nn.Module) -> None:
 
 # -- what the script has handed over ----------------------------------------------------------------------------------------
 def _given(model: nn.Module, optimizer: Any, model_parameters: Iterable[Any] | None, scheduler: Any) -> Given:
-    """What was handed over, with names for the parameters. (Before anything of the model is changed.)"""
+    """Return the objects that were passed, with the names of their parameters, before anything of the model is
+    changed."""
     groups = None if model_parameters is None else groups_of(_parameters(model_parameters))
     found = Given(scheduler=scheduler)
     if isinstance(optimizer, (EngineOptimizer, DeepSpeedEngine)):
@@ -261,12 +271,12 @@ def _given(model: nn.Module, optimizer: Any, model_parameters: Iterable[Any] | N
 
 
 def _parameters(given: Iterable[Any]) -> Iterable[Any]:
-    """Parameters, or groups, from what is given: a module is its parameters."""
+    """Return a module's parameters, or what is given if it is not a module."""
     return given.parameters() if isinstance(given, nn.Module) else given
 
 
 def _training(model: nn.Module, plan: Plan, given: Given, config: dict[str, Any]) -> Training:
-    """Compile the model, and bring the script's own objects to it."""
+    """Compile the model, and connect the script's own objects to it."""
     if is_compiled(model):
         compile_again(model, plan)
     else:
@@ -309,14 +319,15 @@ def _refuse_in_stages(optimizer: Any, model: nn.Module) -> None:
 
 
 def _take_any_gradients(model: nn.Module) -> None:
-    """Let a script write gradients of the parameters' own dtype (`p.grad = torch.zeros_like(p)`), where programs give wider ones."""
+    """Allow a script to assign gradients of the parameters' own dtype (`p.grad = torch.zeros_like(p)`), where
+    programs give wider ones."""
     for param in model.parameters():
         if param.requires_grad and param.grad is None:
             param.grad_dtype = None
 
 
 def _schedule(config: dict[str, Any], world: int) -> AnySchedule | None:
-    """The configuration's schedule."""
+    """Return the configuration's schedule; None if it has none."""
     if not config.get("scheduler"):
         return None
     part = {"scheduler": config["scheduler"], "optimizer": {"type": "AdamW"}}
@@ -324,7 +335,7 @@ def _schedule(config: dict[str, Any], world: int) -> AnySchedule | None:
 
 
 def _scheduler(given: Any, record: Any, optimizer: Any) -> Any:
-    """The scheduler: the script's own, else the configuration's on the engine's optimizer."""
+    """Return the script's own scheduler, else the configuration's on the engine's optimizer, else None."""
     if given is not None:
         if record is not None:
             logger.warning("the configuration's scheduler is left out: initialize was given one")

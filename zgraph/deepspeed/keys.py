@@ -1,7 +1,8 @@
-"""Every key of a DeepSpeed configuration, and what becomes of it here.
+"""Every key of a DeepSpeed configuration, and how zgraph treats it.
 
-The keys are those of DeepSpeed 0.19.8, and those that 0.19.6 was the last to have (1-bit optimizers, sparse attention, elasticity, MiCS,
-curricula). A key that `zgraph.deepspeed.translate` makes into fields of a plan is `APPLIED` here; each other one has its reason.
+The keys are those of DeepSpeed 0.19.8, and those that 0.19.6 was the last to have (1-bit optimizers, sparse attention,
+elasticity, MiCS, curricula). A key that `zgraph.deepspeed.translate` makes into fields of a plan is `APPLIED` here;
+every other key has a reason.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ Verdict = Literal["applied", "equivalent", "no effect here", "refused"]
 
 @dataclass(frozen=True)
 class Key:
-    """One key: what values it takes, and what is said of it."""
+    """One key: the values that it takes, and how zgraph treats it."""
 
-    kind: Kind
-    verdict: Verdict  # of a value that asks for something
-    why: str = ""  # why it is so; of a refused one, why it can't be had
-    hint: str = ""  # of a refused one, what to do
-    default: Any = None  # DeepSpeed's: a value that asks for nothing
+    kind: Kind  # the type of its values
+    verdict: Verdict  # the verdict on a value that differs from `default`
+    why: str = ""  # the reason for the verdict
+    hint: str = ""  # what to do about a refused value
+    default: Any = None  # DeepSpeed's default, which asks for nothing and is never refused
 
 
 def _applied(kind: Kind) -> Key:
@@ -360,7 +361,7 @@ KEYS: dict[str, Key] = {
 
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
-# Keys by their other names: older ones, and those of DeepSpeed's fields, which it takes as well.
+# Keys by their other names: older ones, and the names of DeepSpeed's fields, which it accepts as well.
 ALIASES = {
     "bfloat16": "bf16",
     "aio.thread_count": "intra_op_parallelism",
@@ -382,12 +383,12 @@ ALIASES = {
 
 
 def whole(name: str) -> bool:
-    """Whether a section is judged as one: whatever stands in it belongs to it."""
+    """Return whether a section is judged as one, together with all keys in it."""
     return KEYS[name].kind == "table" and KEYS[name].verdict != "applied"
 
 
 def names_in(section: str) -> list[str]:
-    """The keys that a section may have; those of the top for ""."""
+    """Return the keys that a section may have; for "", the top-level keys."""
     prefix = f"{section}." if section else ""
     rest = [name.removeprefix(prefix) for name in KEYS if name.startswith(prefix)]
     return [name for name in rest if "." not in name]

@@ -1,4 +1,4 @@
-"""Which rank a process is, as the system that started it says: torchrun, Slurm, MPI, AzureML, SageMaker.
+"""The rank of a process, as the system that started it gives it: torchrun, Slurm, MPI, AzureML, SageMaker.
 
 variables = rank_variables(os.environ)    # {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "MASTER_ADDR": …, "MASTER_PORT": …}
 """
@@ -15,13 +15,13 @@ TORCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class _System(NamedTuple):
-    """A system's own names of what torch calls RANK, WORLD_SIZE and LOCAL_RANK; `address` are those that say where rank 0 is."""
+    """The environment variables that a system sets for a process."""
 
-    name: str
-    rank: str
-    world: str
-    local: str
-    address: tuple[str, ...]
+    name: str  # the system's name, for errors
+    rank: str  # its variable for RANK
+    world: str  # its variable for WORLD_SIZE
+    local: str  # its variable for LOCAL_RANK
+    address: tuple[str, ...]  # its variables that name rank 0's host, or a list of hosts that begins with it
 
 
 _SYSTEMS = (
@@ -41,9 +41,9 @@ _SYSTEMS = (
 
 
 def rank_variables(environ: Mapping[str, str], port: int = 29500) -> dict[str, str]:
-    """torch's variables for this process, by what its launcher has set; {} where there is none: one process alone.
+    """Return torch's variables for this process from those that its launcher has set; {} if no launcher is known.
 
-    `port` is that of rank 0, unless MASTER_PORT is set. Raises `MeshError` for several ranks of which nothing says where the first is.
+    `port` is rank 0's, unless MASTER_PORT is set. Raises `MeshError` for several ranks without an address of rank 0.
     """
     if all(name in environ for name in TORCH):
         return {name: environ[name] for name in TORCH} | {"LOCAL_RANK": environ.get("LOCAL_RANK", "0")}
@@ -70,7 +70,8 @@ def rank_variables(environ: Mapping[str, str], port: int = 29500) -> dict[str, s
 
 
 def first_host(text: str) -> str:
-    """The first host of a list as systems write it: "node[003-007,9],other", '["algo-1","algo-2"]', "10.0.0.4:6000"."""
+    """Return the first host of a list as systems write it: "node[003-007,9],other", '["algo-1","algo-2"]',
+    "10.0.0.4:6000"."""
     text = text.strip().strip("[]") if text.strip().startswith("[") else text.strip()
     prefix, bracket, rest = text.partition("[")
     if bracket and "," not in prefix:

@@ -1,8 +1,8 @@
-"""DeepSpeed's schedulers of learning rates as objects: they move the groups of an optimizer when they are stepped.
+"""DeepSpeed's schedulers of learning rates as objects: each step sets the rates of an optimizer's groups.
 
 The rates are those of a plan's schedules of the same names (`zgraph.plan.lr_schedules`), which are functions of the update's number. A scheduler
-adds what DeepSpeed's have: a position, and the groups that it writes to. `last_batch_iteration` counts from -1, and update k has what is set
-after k steps.
+adds what DeepSpeed's have: a position, and the groups that it writes to. `last_batch_iteration` counts from -1, and update k uses the rates that
+are set after k steps.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ VALID_LR_SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "W
 
 
 class Scheduler:
-    """The base of DeepSpeed's schedulers. Arguments are the fields of the record of the same name, by name or in DeepSpeed's order; one that
-    is a list has a value for each group. Raises `PlanError` for a value that means nothing."""
+    """The base of DeepSpeed's schedulers.
+
+    Arguments are the fields of the record of the same name, by name or in DeepSpeed's order; one that is a list has a value
+    for each group. Raises `PlanError` for an invalid value.
+    """
 
     record: ClassVar[type[Record]]
 
@@ -50,7 +53,7 @@ class Scheduler:
 
     @classmethod
     def of(cls, record: Any, optimizer: torch.optim.Optimizer) -> Scheduler:
-        """The scheduler of a plan's record, on an optimizer."""
+        """Return the scheduler of a plan's record, on an optimizer."""
         kind = next(c for c in cls.__subclasses__() if c.record is type(record))
         return kind(optimizer, **{k: v for k, v in record.model_dump().items() if k != "name"})
 
@@ -66,11 +69,11 @@ class Scheduler:
         return type(self).record(**mine)
 
     def get_lr(self) -> list[float]:
-        """The rates of the groups for the next update."""
+        """Return the rates of the groups for the next update."""
         return [point.lr for point in self._points()]
 
     def get_last_lr(self) -> list[float]:
-        """The rates that were set last."""
+        """Return the rates that were set last."""
         return self._last_lr
 
     def _points(self) -> list[records.Point]:
@@ -78,7 +81,7 @@ class Scheduler:
         return [record.at(done, *base) for record, base in zip(self._records, self._base, strict=True)]
 
     def step(self, batch_iteration: int | None = None) -> None:
-        """Go on by one update, or to this one."""
+        """Advance by one update, or to the update `batch_iteration`."""
         self.last_batch_iteration = self.last_batch_iteration + 1 if batch_iteration is None else batch_iteration
         self._set()
 
@@ -92,13 +95,13 @@ class Scheduler:
         self._last_lr = [g["lr"] for g in self.optimizer.param_groups]
 
     def _move(self, group: dict[str, Any], momentum: float) -> None:
-        """Set a group's momentum, where the schedule moves it."""
+        """Set a group's momentum, if the schedule changes it; this one does not."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a position. (The rates of the groups are in the optimizer's own state.)"""
+        """Continue from a saved position. (The rates of the groups are in the optimizer's own state.)"""
         self.last_batch_iteration = state["last_batch_iteration"]
         self._last_lr = [g["lr"] for g in self.optimizer.param_groups]
 
@@ -126,14 +129,17 @@ class WarmupCosineLR(Scheduler):
 
 
 class OneCycle(Scheduler):
-    """See `zgraph.plan.lr_schedules.OneCycle`. As DeepSpeed's it makes the second of Adam's betas 0.99 while it cycles the first, and leaves
-    the momentum of other optimizers alone."""
+    """See `zgraph.plan.lr_schedules.OneCycle`. Like DeepSpeed's, it sets the second of Adam's betas to 0.99 while it
+    cycles the first, and does not change the momentum of other optimizers."""
 
     record = records.OneCycle
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """Adam's betas of the groups at this point of the cycle; None where the schedule moves none. (DeepSpeed's first update has the least
-        momentum all the same.)"""
+        """Return Adam's betas of the groups at this point of the cycle; None if the schedule does not cycle them.
+
+        Before the first step it returns the largest momentum, as DeepSpeed does, although the first update uses the
+        smallest.
+        """
         if not self._records[0].cycle_momentum:
             return None
         if self.last_batch_iteration == -1:

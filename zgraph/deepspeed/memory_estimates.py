@@ -1,10 +1,11 @@
-"""DeepSpeed's estimates of the memory that a model's states take, for what zgraph keeps.
+"""DeepSpeed's estimates of the memory that a model's states take, adapted to what zgraph stores.
 
     estimate_zero3_model_states_mem_needs_all_live(model, num_gpus_per_node=8, num_nodes=1)
     estimate_zero3_model_states_mem_needs_all_live(model, 8, inputs=(batch,))   # and the peak of a step, activations too
 
-States are those of bf16 with Adam: weights and gradients of 2 bytes, fp32 master weights and two moments. With `inputs`, the batch of one rank, the
-forecast of the compiled step says the peak: it knows activations, gathered weights and buffers.
+States are those of bf16 with Adam: weights and gradients of 2 bytes, fp32 master weights and two moments. With
+`inputs`, the batch of one rank, the peak is forecast from the compiled step, with activations, gathered weights and
+buffers.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from zgraph.build.planned_step import Inputs
 from zgraph.deepspeed.translate import plan
 from zgraph.units import shown_bytes
 
-_OPTIONS: dict[int, tuple[tuple[str, ...], ...]] = {  # what is offloaded, by ZeRO stage
+_OPTIONS: dict[int, tuple[tuple[str, ...], ...]] = {  # what may be offloaded, by ZeRO stage
     2: (("optimizer",), ()),
     3: (("parameters", "optimizer"), ("optimizer",), ()),
 }
@@ -28,12 +29,12 @@ _OPTIONS: dict[int, tuple[tuple[str, ...], ...]] = {  # what is offloaded, by Ze
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes of a GPU, and of the host for each of its GPUs, with what is in the host's memory. `peak` is that of a step, where inputs were given."""
+    """The memory that a model's states need on one GPU and its host, in bytes."""
 
-    offloaded: tuple[str, ...]
-    gpu: int
-    host: int
-    peak: int | None = None
+    offloaded: tuple[str, ...]  # what is in the host's memory: "parameters", "optimizer"
+    gpu: int  # bytes of a GPU
+    host: int  # bytes of the host for each of its GPUs
+    peak: int | None = None  # bytes at the peak of a step, if inputs were given
 
 
 def estimate_zero2_model_states_mem_needs_all_live(
@@ -43,7 +44,7 @@ def estimate_zero2_model_states_mem_needs_all_live(
     additional_buffer_factor: float = 1.5,
     inputs: Inputs | None = None,
 ) -> list[Need]:
-    """Print, and return, what a model's states take at stage 2, by what is offloaded."""
+    """Print and return the memory of a model's states at ZeRO stage 2, for each choice of what is offloaded."""
     return _all(model, 2, num_gpus_per_node * num_nodes, additional_buffer_factor, inputs)
 
 
@@ -54,14 +55,14 @@ def estimate_zero3_model_states_mem_needs_all_live(
     additional_buffer_factor: float = 1.5,
     inputs: Inputs | None = None,
 ) -> list[Need]:
-    """Print, and return, what a model's states take at stage 3, by what is offloaded."""
+    """Print and return the memory of a model's states at ZeRO stage 3, for each choice of what is offloaded."""
     return _all(model, 3, num_gpus_per_node * num_nodes, additional_buffer_factor, inputs)
 
 
 def estimate_zero2_model_states_mem_needs_all_cold(
     total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> list[Need]:
-    """The same of a model of which only the number of parameters is known."""
+    """Print and return the memory of the states at ZeRO stage 2, from the number of parameters alone."""
     return _shown(total_params, 0, 2, num_gpus_per_node * num_nodes, additional_buffer_factor)
 
 
@@ -72,7 +73,8 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> list[Need]:
-    """The same of a model of which only the number of parameters, and that of its largest layer, is known."""
+    """Print and return the memory of the states at ZeRO stage 3, from the numbers of parameters of the model and its
+    largest layer."""
     return _shown(total_params, largest_layer_params, 3, num_gpus_per_node * num_nodes, additional_buffer_factor)
 
 
@@ -105,7 +107,7 @@ def _need(
     total: int, largest: int, stage: int, ranks: int, kept: tuple[str, ...], factor: float, peak: int | None
 ) -> Need:
     share = -(-total // ranks)
-    # whole weights where a step keeps them, else the largest layer's, with its gradient
+    # below stage 3 the whole weights; at stage 3 the largest layer's whole weights and their gradient
     gpu = 2 * total if stage < 3 else 4 * largest
     gpu += 2 * share  # gradients
     gpu += 0 if "parameters" in kept else 2 * share
@@ -116,7 +118,7 @@ def _need(
 
 
 def _peak(model: nn.Module, stage: int, ranks: int, kept: tuple[str, ...], inputs: Inputs) -> int:
-    """The peak of a step of one micro-batch, by the forecast."""
+    """Return the bytes at the peak of a step of one micro-batch, by the forecast."""
     from zgraph.inspection.make_inspection import of_model
     from zgraph.inspection.memory import peak_of
     from zgraph.plan.plan import Plan

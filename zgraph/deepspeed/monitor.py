@@ -1,7 +1,7 @@
-"""Numbers of a run, written by rank 0 for people to look at: CSV files, TensorBoard, Weights & Biases.
+"""Metrics of a run, written by rank 0 to CSV files, TensorBoard or Weights & Biases.
 
-What is written is what DeepSpeed writes, by its names ("Train/Samples/lr"), over the rows trained on so far. TensorBoard and wandb are written
-by their own libraries.
+The metrics and their names ("Train/Samples/lr") are DeepSpeed's, over the rows trained on so far. TensorBoard and wandb are written by their own
+libraries.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _JOB = "DeepSpeedJobName"  # (DeepSpeed's default)
 
 
 class Monitor:
-    """The monitors that a configuration enables. Raises `PlanError` for one whose library is not installed, on every rank."""
+    """The monitors that a configuration enables. Raises `PlanError` on every rank if the library of one is not
+    installed."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         wanted = {name: config[name] for name in _WRITERS if (config.get(name) or {}).get("enabled")}
@@ -32,7 +33,7 @@ class Monitor:
         self._writers = [_WRITERS[name](section) for name, section in wanted.items()] if comm.get_rank() == 0 else []
 
     def write_events(self, events: Iterable[Event]) -> None:
-        """Write (name, value, position) of each; nothing on ranks other than 0."""
+        """Write the events (name, value, position) on rank 0; do nothing on other ranks."""
         events = list(events)
         for write in self._writers:
             write(events)

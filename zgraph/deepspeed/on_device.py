@@ -1,4 +1,4 @@
-"""`OnDevice`, and what DeepSpeed has for inference, which is refused."""
+"""`OnDevice`, and DeepSpeed's calls for inference, which are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's `optimizer` and `scheduler` as those of a plan."""
+"""The translation of DeepSpeed's `optimizer` and `scheduler` into those of a plan."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zgraph.names import did_you_mean
 from zgraph.plan import lr_schedules, optimizers
 from zgraph.record import short
 
-# (DeepSpeed's type, in lower case) -> (the plan's, DeepSpeed's defaults where they are others, its parameters that ask for nothing here)
+# (DeepSpeed's type, in lower case) -> (the plan's, DeepSpeed's defaults where they differ)
 _TYPES: dict[str, tuple[str, dict[str, Any]]] = {
     "adam": ("AdamW", {"lr": 1e-3, "weight_decay": 0.0}),
     "adamw": ("AdamW", {"lr": 1e-3, "weight_decay": 0.0}),
@@ -30,14 +30,18 @@ _WITHOUT = {
     "musgd": "mup's SGD",
     "muon": "DeepSpeed's Muon (another iteration than that of a plan's Muon)",
 }
-# What DeepSpeed calls otherwise, by the plan's optimizer.
+# Parameters with another name in DeepSpeed, by the plan's optimizer.
 _RENAMED = {name: {"freeze_step": "freeze_steps"} for name in ("OneBitAdam", "OneBitLAMB")}
 _IGNORED = ("torch_adam", "adam_w_mode", "fused", "foreach", "set_grad_none", "capturable", "differentiable")
-_OF_ONE_BIT = ("cuda_aware", "comm_backend_name", "bias_correction")  # (it has never corrected its averages)
+_OF_ONE_BIT = (
+    "cuda_aware",
+    "comm_backend_name",
+    "bias_correction",
+)  # (DeepSpeed's 1-bit optimizers never correct their averages)
 
 
 def optimizer(draft: Draft) -> None:
-    """Adam is AdamW, as DeepSpeed has it, unless `adam_w_mode` is false."""
+    """Translate the optimizer. DeepSpeed's Adam is AdamW unless `adam_w_mode` is false."""
     section, key = draft.get("optimizer"), "optimizer.type"
     if section is None or draft.is_refused(key) or draft.is_refused("optimizer.params"):
         return
@@ -133,7 +137,7 @@ _SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCos
 
 
 def scheduler(draft: Draft) -> None:
-    """DeepSpeed's schedules by their own names; any of torch's by its."""
+    """Translate the schedule: DeepSpeed's by their own names, or any of `torch.optim.lr_scheduler`."""
     section, key = draft.get("scheduler"), "scheduler.type"
     if section is None or draft.is_refused(key) or draft.is_refused("scheduler.params"):
         return

@@ -1,6 +1,8 @@
-"""Groups of parameter objects as groups of a plan's optimizer: an optimizer of torch's or DeepSpeed's, or `model_parameters`, as a record.
+"""Groups of parameter objects as groups of a plan's optimizer record: those of an optimizer of torch's or DeepSpeed's,
+or `model_parameters`.
 
-A plan names its parameters; a script hands over objects. So groups are matched by the names that the objects have in the model.
+A plan names its parameters, and a script passes objects, so groups are matched by the names that the objects have in
+the model.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from zgraph.plan import optimizers as records
 
 logger = logging.getLogger(__name__)
 
-# Fields of torch's groups that say how an update is computed, or what a scheduler remembers, and not which.
+# Keys of torch's groups that do not change the result of an update: how it is computed, or what a scheduler remembers.
 _HOW = (
     "params",
     "names",
@@ -40,12 +42,12 @@ _KINDS: dict[type, type[records.Optimizer]] = {
 
 
 def register(kind: type[torch.optim.Optimizer], record: type[records.Optimizer]) -> None:
-    """Let objects of this class be a plan's record."""
+    """Map a class of optimizers to a plan's record."""
     _KINDS[kind] = record
 
 
 def groups_of(parameters: Iterable[Any]) -> list[dict[str, Any]]:
-    """Parameters, or groups of them, as groups."""
+    """Return parameters, or groups of them, as a list of groups."""
     given = list(parameters)
     if given and all(isinstance(item, Mapping) for item in given):
         return [{**group, "params": _listed(group["params"])} for group in given]
@@ -57,7 +59,10 @@ def _listed(params: Any) -> list[Any]:
 
 
 def names_of(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """The names in the model of each group's parameters. Raises `ModelError` for one that is not the model's, or in two groups."""
+    """Return the names in the model of each group's parameters.
+
+    Raises `ModelError` for a parameter that is not the model's, or is in two groups.
+    """
     known = {id(p): name for name, p in model.named_parameters()}
     seen: dict[str, int] = {}
     found: list[list[str]] = []
@@ -80,7 +85,7 @@ def names_of(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> list[list
 
 
 def freeze_others(model: nn.Module, names: Iterable[Iterable[str]]) -> None:
-    """Freeze the parameters that no group has: DeepSpeed never updates them. A warning names them."""
+    """Freeze the parameters that are in no group, since DeepSpeed never updates them, with a warning."""
     trained = {name for group in names for name in group}
     others = [n for n, p in model.named_parameters() if n not in trained and p.requires_grad]
     for name in others:
@@ -94,8 +99,10 @@ def freeze_others(model: nn.Module, names: Iterable[Iterable[str]]) -> None:
 
 
 def record_of(optimizer: torch.optim.Optimizer, names: Sequence[Sequence[str]]) -> records.Optimizer | None:
-    """A plan's record of an optimizer object, with its groups; None for a kind that a plan has not. Raises `PlanError` for numbers that the
-    record can't have, `StepError` for an optimizer that has stepped already."""
+    """Return a plan's record of an optimizer object, with its groups; None for a kind that plans do not support.
+
+    Raises `PlanError` for numbers that the record can't have, `StepError` for an optimizer that has stepped already.
+    """
     kind = _KINDS.get(type(optimizer))
     if kind is None:
         return None
@@ -112,7 +119,7 @@ def record_of(optimizer: torch.optim.Optimizer, names: Sequence[Sequence[str]]) 
 def with_groups(
     record: records.Optimizer, others: Sequence[tuple[Sequence[str], Mapping[str, Any]]]
 ) -> records.Optimizer:
-    """The record with a group for each of these: (names, the numbers that are its own)."""
+    """Return the record with further groups, each given by the names of its parameters and its own numbers."""
     made = tuple(
         records.ParamGroup(match=tuple(map(glob.escape, names)), overrides=dict(values))
         for names, values in others
@@ -122,7 +129,7 @@ def with_groups(
 
 
 def _values(kind: type[records.Optimizer], group: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a record that a group's numbers are. Raises `PlanError` for one that the record has not."""
+    """Return a group's numbers as fields of a record. Raises `PlanError` for a number that the record does not have."""
     found: dict[str, Any] = {}
     for key, value in group.items():
         if key in _HOW or (isinstance(value, str) and (key not in kind.model_fields or key == "name")):
@@ -143,7 +150,8 @@ def _values(kind: type[records.Optimizer], group: Mapping[str, Any]) -> dict[str
 def of_model_parameters(
     record: records.Optimizer, groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]
 ) -> records.Optimizer:
-    """A configuration's optimizer with the groups of `model_parameters`, whose own numbers come before the configuration's."""
+    """Return a configuration's optimizer with the groups of `model_parameters`, whose own numbers override the
+    configuration's."""
     values = [_values(type(record), group) for group in groups]
     if not any(values) and len(groups) == 1:
         return record

@@ -14,16 +14,17 @@ from zgraph.plan.plan import Plan
 
 @dataclass
 class Draft:
-    """A configuration whose keys and types are known to be right, what has been said of its keys, and the plan's fields so far."""
+    """A plan in the making: a configuration with known keys of the right types, the verdicts so far, and the plan's
+    fields so far."""
 
-    config: Mapping[str, Any]
-    world: int
-    rows: dict[str, Row] = field(default_factory=dict)
-    fields: dict[str, Any] = field(default_factory=dict)
-    origins: dict[str, str] = field(default_factory=dict)  # keys by the fields ("bucket.gather") that they became
+    config: Mapping[str, Any]  # the configuration
+    world: int  # the number of ranks
+    rows: dict[str, Row] = field(default_factory=dict)  # the verdicts, by key
+    fields: dict[str, Any] = field(default_factory=dict)  # the plan's fields, nested as its records are
+    origins: dict[str, str] = field(default_factory=dict)  # the key that each field ("bucket.gather") comes from
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A key's value; the default where it is not given, null, or refused already."""
+        """Return a key's value; the default if it is missing, null or refused already."""
         value: Any = self.config
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
@@ -33,7 +34,7 @@ class Draft:
         return key in self.rows and self.rows[key].verdict == "refused"
 
     def say(self, key: str, verdict: Verdict, said: str, hint: str = "") -> None:
-        """Note what became of a key, unless it is refused already."""
+        """Record the verdict on a key, unless it is refused already."""
         if not self.is_refused(key):
             self.rows[key] = Row(key, self.get(key), verdict, said, hint, implied=not self._is_given(key))
 
@@ -48,7 +49,7 @@ class Draft:
         self.say(key, "refused", why, hint)
 
     def apply(self, key: str, name: str, value: Any, note: str = "") -> None:
-        """Let a key become a field of the plan ("bucket.gather")."""
+        """Set a field of the plan ("bucket.gather") from a key, and record that it is applied."""
         table, (*outer, last) = self.fields, name.split(".")
         for part in outer:
             table = table.setdefault(part, {})
@@ -57,7 +58,7 @@ class Draft:
         self.say(key, "applied", f"{name} = {shown(value)}{f': {note}' if note else ''}")
 
     def finish(self) -> Report:
-        """The report, with the plan if there is one."""
+        """Return the report, with the plan unless a key is refused. Keys whose fields `Plan` refuses are refused."""
         plan = None
         if not any(row.verdict == "refused" for row in self.rows.values()):
             try:
@@ -75,7 +76,7 @@ class Draft:
         return Report(tuple(rows), plan)
 
     def _key_of(self, where: str) -> str:
-        """The key that has become the field of which a fault is."""
+        """Return the key that set the field which an error names."""
         parts = where.split(".")
         for length in range(len(parts), 0, -1):
             name = ".".join(parts[:length])

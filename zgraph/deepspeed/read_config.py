@@ -1,4 +1,4 @@
-"""A DeepSpeed configuration as it is read: from a file or a dict, with every key known and of its type, and "auto" filled."""
+"""Reading a DeepSpeed configuration from a file or a dict, with every key and type checked, and "auto" filled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zgraph.record import short
 
 Config = Mapping[str, Any] | str | os.PathLike[str]
 
-FREE = ("optimizer.params", "scheduler.params", "zgraph")  # what stands in them depends on a type, or is a plan's
+FREE = ("optimizer.params", "scheduler.params", "zgraph")  # sections whose keys depend on a type, or are a plan's
 _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "bool": ("true or false", lambda v: isinstance(v, bool)),
     "int": ("a whole number", lambda v: _is_number(v) and v % 1 == 0),
@@ -30,8 +30,11 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def read(config: Config) -> dict[str, Any]:
-    """The configuration as a dict of its own. Raises `PlanError` for a file that can't be read, is no JSON (nor Hjson, which DeepSpeed reads), or
-    has a key twice."""
+    """Return the configuration as a new dict.
+
+    Raises `PlanError` for a file that can't be read, is not JSON (nor Hjson, which DeepSpeed reads), or has a key
+    twice.
+    """
     if isinstance(config, Mapping):
         return _own(config)
     path = Path(config)
@@ -55,7 +58,7 @@ _MEND = "mend that line; comments and keys without quotes are Hjson, which is re
 
 
 def _parsed(text: str) -> Any:
-    """A file's value. Raises `json.JSONDecodeError`."""
+    """Parse a file's text as JSON, or as Hjson if that is installed. Raises `json.JSONDecodeError`."""
     try:
         return json.loads(text, object_pairs_hook=_once)
     except json.JSONDecodeError:
@@ -73,7 +76,7 @@ def _parsed(text: str) -> Any:
 
 
 def _own(config: Mapping[str, Any], section: str = "") -> dict[str, Any]:
-    """A copy with today's names of keys; 0 and 1 are false and true where a key is either."""
+    """Return a copy with the present names of keys, and 0 and 1 as false and true for keys that take these."""
     found: dict[str, Any] = {}
     for given, value in config.items():
         name = ALIASES.get(f"{section}{given}", given)
@@ -98,7 +101,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 # -- keys and types ---------------------------------------------------------------------------------------------------------
 def check(draft: Draft) -> None:
-    """Say of each key that is not applied what becomes of it, and refuse what is unknown or of another type."""
+    """Record the verdict on each key that is not applied, and refuse unknown keys and values of another type."""
     for name, value in draft.config.items():
         _check(draft, "", name, value)
 
@@ -143,8 +146,11 @@ def _is_number(value: Any) -> bool:
 
 # -- "auto" -----------------------------------------------------------------------------------------------------------------
 def fill(config: dict[str, Any], model: Any, arguments: Any) -> dict[str, str]:
-    """Put in place of each "auto" what transformers would: by its `TrainingArguments` (or a dict of them), and by the model's hidden size.
-    Returns why each key that can't be filled can't, by key."""
+    """Replace each "auto" as transformers would: by its `TrainingArguments` (or a dict of them), and by the model's
+    hidden size.
+
+    Returns the reason for each key that can't be filled, by key.
+    """
     missing: dict[str, str] = {}
 
     def walk(table: dict[str, Any], prefix: str) -> None:
@@ -162,10 +168,10 @@ def fill(config: dict[str, Any], model: Any, arguments: Any) -> dict[str, str]:
     return missing
 
 
-# Keys whose "auto" is DeepSpeed's own, or follows from other keys.
+# Keys whose "auto" DeepSpeed itself resolves, from other keys.
 _OWN_AUTO = ("pipeline.stages", "train_batch_size")
 
-# The field of transformers' TrainingArguments that says what a key says.
+# The field of transformers' TrainingArguments that fills a key.
 FROM_ARGUMENTS = {
     "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
@@ -188,7 +194,7 @@ _FROM_HIDDEN: dict[str, Callable[[int], int]] = {
 
 
 def _filled(key: str, model: Any, arguments: Any) -> Any:
-    """What "auto" stands for. Raises `LookupError` with the reason where that is not known."""
+    """Return the value that "auto" stands for. Raises `LookupError` with the reason if it is not known."""
     if key in _FROM_HIDDEN:
         return _FROM_HIDDEN[key](_hidden_size(model))
     if key == "scheduler.params.warmup_min_lr":
@@ -205,7 +211,7 @@ def _filled(key: str, model: Any, arguments: Any) -> Any:
 
 
 def _no_ratio(arguments: Any) -> bool:
-    """Whether the warm-up is given in steps: it has none then, where they are 0."""
+    """Return whether the arguments have no `warmup_ratio`, so that `warmup_steps` of 0 means no warm-up."""
     try:
         return not _argument(arguments, "warmup_ratio")
     except LookupError:

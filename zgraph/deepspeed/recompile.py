@@ -1,7 +1,7 @@
-"""A model that is compiled already, compiled by another plan: with its weights, and with an optimizer that begins anew.
+"""Compiling a compiled model again by another plan, with its weights and a fresh optimizer.
 
-Where the parameters' layout stays (stages 1, 2 and 3 share one) the same shards run by the new plan. Else the model is made a plain one first,
-with whole parameters on every rank.
+If the parameters' layout stays the same (ZeRO stages 1, 2 and 3 share one), the same shards run by the new plan.
+Otherwise the model is made plain first, with whole parameters on every rank.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ logger = logging.getLogger(__name__)
 
 
 def compile_again(model: nn.Module, plan: Plan) -> None:
-    """Run a compiled model by another plan. All ranks must call it. Raises `UnsupportedError` for a model in stages, or one whose weights are
-    stored elsewhere, that would have another layout."""
+    """Run a compiled model by another plan. All ranks must call it.
+
+    Raises `UnsupportedError` for another layout of a model in stages, or of one with offloaded parameters.
+    """
     handle: Handle = model.__dict__["zgraph"]
     if handle.uncut is None:
         handle.finish()
@@ -43,7 +45,8 @@ def compile_again(model: nn.Module, plan: Plan) -> None:
 
 
 def _begin_anew(handle: Handle) -> None:
-    """Let the optimizer have made no update: no states, no count, the first loss scale; master weights are those of the parameters."""
+    """Reset the optimizer as if it had made no update: no states, no count, the initial loss scale; master weights
+    are copied from the parameters."""
     runtime = handle.runtime
     updater = runtime.updater
     for param in runtime.shards.params().values():
@@ -63,7 +66,7 @@ def _begin_anew(handle: Handle) -> None:
 
 
 def _make_whole(model: nn.Module, handle: Handle) -> None:
-    """Take a model's shards together, and its run time away."""
+    """Gather a model's shards into plain parameters, and remove its runtime."""
     if handle.uncut is None and (
         isinstance(handle.runtime, PipelineRuntime) or handle.plan.offload.tier("parameters") is not None
     ):

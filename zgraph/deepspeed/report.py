@@ -1,4 +1,4 @@
-"""What became of each key of a DeepSpeed configuration."""
+"""The report on a DeepSpeed configuration: the verdict on each key."""
 
 from __future__ import annotations
 
@@ -15,31 +15,29 @@ VERDICTS: tuple[Verdict, ...] = ("refused", "applied", "equivalent", "no effect 
 
 @dataclass(frozen=True)
 class Row:
-    """One key: its value, its verdict, and what is said of it: the field and value of the plan that it became, why it has no effect, or why
-    it is refused. `hint` says what to do about one that is refused. A key that is `implied` does not stand in the configuration: it is a
-    default of DeepSpeed's."""
+    """The verdict on one key."""
 
-    key: str
-    value: Any
-    verdict: Verdict
-    said: str
-    hint: str = ""
-    implied: bool = False
+    key: str  # the key ("zero_optimization.stage")
+    value: Any  # its value
+    verdict: Verdict  # how zgraph treats it
+    said: str  # the plan's field and value that it became, why it has no effect, or why it is refused
+    hint: str = ""  # what to do about a refused key
+    implied: bool = False  # it is a default of DeepSpeed's, and not in the configuration
 
 
 @dataclass(frozen=True)
 class Report:
-    """The rows of a configuration, in its order, and the plan that they make: None where a key is refused."""
+    """The verdicts on a configuration, and the plan that it makes."""
 
-    rows: tuple[Row, ...]
-    plan: Plan | None
+    rows: tuple[Row, ...]  # one for each key, in the configuration's order
+    plan: Plan | None  # the plan; None if a key is refused
 
     @property
     def refused(self) -> tuple[Row, ...]:
         return tuple(row for row in self.rows if row.verdict == "refused")
 
     def __getitem__(self, key: str) -> Row:
-        """The row of a key ("zero_optimization.stage"). Raises `KeyError` if there is none."""
+        """Return the row of a key ("zero_optimization.stage"). Raises `KeyError` if there is none."""
         found = next((row for row in self.rows if row.key == key), None)
         if found is None:
             raise KeyError(key)
@@ -56,14 +54,14 @@ class Report:
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
-        """For tools: the rows, and the plan's values."""
+        """Return the rows and the plan's values as JSON values."""
         rows = [
             {k: v for k, v in asdict(row).items() if v not in ("", False)} | {"value": row.value} for row in self.rows
         ]
         return {"keys": rows, "plan": None if self.plan is None else self.plan.model_dump(mode="json")}
 
     def require_plan(self) -> Plan:
-        """The plan. Raises `PlanError` with one problem for each key that is refused."""
+        """Return the plan. Raises `PlanError` with one problem for each refused key."""
         if self.plan is not None:
             return self.plan
         problems = tuple(
@@ -82,7 +80,7 @@ class Report:
 
 
 def shown(value: Any) -> str:
-    """A value as a configuration has it."""
+    """Return a value as a configuration writes it, cut to 60 characters."""
     try:
         text = json.dumps(value)
     except (TypeError, ValueError):

@@ -1,4 +1,5 @@
-"""What an engine tells of its steps where the configuration asks for it: monitors, a breakdown of the time, a profile of the operations."""
+"""What an engine logs about its steps if the configuration asks for it: monitors, a breakdown of the time, a profile
+of the operations."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ logger = logging.getLogger("zgraph.deepspeed")
 
 
 class Steps(Protocol):
-    """What of an engine is told."""
+    """The part of an engine that is logged."""
 
     @property
     def handle(self) -> Handle: ...
@@ -50,9 +51,10 @@ class Steps(Protocol):
 
 
 class StepLog:
-    """The clock of an engine's phases ("forward", "backward", "step", of a pipeline "train_batch"), and what is told when a step has ended.
+    """The clock of an engine's phases ("forward", "backward", "step"; for a pipeline "train_batch"), and the log of its steps.
 
-    The clock waits for the device at the ends of a phase, so it runs only where `wall_clock_breakdown` or `flops_profiler` ask for it.
+    The clock waits for the device at the ends of a phase, so it runs only if `wall_clock_breakdown` or `flops_profiler` ask
+    for it.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -73,7 +75,7 @@ class StepLog:
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Count what is run inside to a phase."""
+        """Add the time of what runs inside to a phase."""
         if not self._clocked:
             yield
             return
@@ -82,7 +84,7 @@ class StepLog:
         self._milliseconds[phase] = self._milliseconds.get(phase, 0.0) + (_now() - begin) * 1e3
 
     def stepped(self, engine: Steps, loss: float | None) -> None:
-        """Tell of a step that has ended; `loss` is its mean over this rank's micro-batches, where that is known."""
+        """Log a step that has ended; `loss` is its mean over this rank's micro-batches, if it is known."""
         took, self._milliseconds = self._milliseconds, {}
         self.communication.stepped(engine.handle.runtime.clock)
         steps, rows = engine.global_steps, engine.train_batch_size()
@@ -130,9 +132,10 @@ def _events(engine: Steps, loss: float | None, took: Mapping[str, float]) -> lis
 
 
 def profile_of(engine: Steps, took: Mapping[str, float], section: Mapping[str, Any]) -> str:
-    """The floating-point operations of a step's products (matmuls, convolutions, attention) by module, with the step's times.
+    """Return a text with the floating-point operations of a step's matmuls, convolutions and attention by module, and
+    the step's times.
 
-    From the captured programs of this rank's last micro-batch, by torch's formulas: of all its operators, also where they are fused.
+    The operations are counted by torch's formulas in the captured program of this rank, before operators are fused.
     """
     programs = [step.captured for step in engine.handle.programs.values() if step.differentiated]
     program = programs[-1] if programs else None
@@ -157,7 +160,7 @@ def profile_of(engine: Steps, took: Mapping[str, float], section: Mapping[str, A
 
 
 def _flops(program: Program) -> tuple[Counter[str], Counter[str]]:
-    """By module, of the forward and of the backward."""
+    """Return the floating-point operations by module, of the forward and of the backward."""
     found: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
     for node in program.graph.nodes:
         if node.op == "call_function" and (flops := flops_of(node)):
@@ -166,7 +169,8 @@ def _flops(program: Program) -> tuple[Counter[str], Counter[str]]:
 
 
 def _by_module(flops: Counter[str], depth: int) -> list[tuple[str, int]]:
-    """Those of modules no deeper than `depth` (-1: all), with what their own modules have; in the order of the names."""
+    """Return (module, operations) of modules down to `depth` (-1: all), each with its submodules' operations, sorted
+    by name."""
     found: Counter[str] = Counter()
     for name, count in flops.items():
         parts = name.split(".") if name else []

@@ -1,10 +1,10 @@
-"""A whole DeepSpeed configuration as a plan, and what became of each of its keys.
+"""The translation of a DeepSpeed configuration into a plan, with a report on each of its keys.
 
     plan, report = zgraph.deepspeed.plan("ds_config.json", world=8)
     print(report)
 
-The meanings and defaults are those of DeepSpeed 0.19.8, its traps too: they are told in the report. Sizes that DeepSpeed counts in elements
-are bytes here, of what is communicated.
+The meanings and defaults are those of DeepSpeed 0.19.8, pitfalls included: the report names them. Sizes that DeepSpeed counts in elements become
+the bytes of what is communicated.
 """
 
 from __future__ import annotations
@@ -32,25 +32,27 @@ BATCH, ROWS, PARTS = "train_batch_size", "train_micro_batch_size_per_gpu", "grad
 
 
 class Translation(NamedTuple):
-    """A plan, and the report on the configuration that it is made from."""
+    """A plan, with the report on the configuration that it is made from."""
 
-    plan: Plan
-    report: Report
+    plan: Plan  # the plan
+    report: Report  # the verdict on each key
 
 
 def plan(config: Config, *, world: int, model: Any = None, arguments: Any = None) -> Translation:
-    """The plan that a DeepSpeed configuration means on `world` ranks, with a report on each of its keys.
+    """Translate a DeepSpeed configuration into a plan for `world` ranks, with a report on each of its keys.
 
     `config` is a dict or the path of a JSON file. "auto" is filled as transformers fills it: by the hidden size of the `model`
-    (`model.config.hidden_size`) and by training `arguments` (a `TrainingArguments`, or a dict). Raises `PlanError` where the file can't be
-    read, and where a key is unknown or can't be had, with one problem for each (`error.problems`); `report` tells the same without raising.
+    (`model.config.hidden_size`) and by training `arguments` (a `TrainingArguments`, or a dict). Raises `PlanError` if the file
+    can't be read, and if keys are unknown or unsupported, with one problem for each (`error.problems`); `report` reports the
+    same keys without raising.
     """
     found = report(config, world=world, model=model, arguments=arguments)
     return Translation(found.require_plan(), found)
 
 
 def report(config: Config, *, world: int, model: Any = None, arguments: Any = None) -> Report:
-    """What becomes of each key of a DeepSpeed configuration: see `plan`. Raises `PlanError` where the file can't be read."""
+    """Return a report on each key of a DeepSpeed configuration: see `plan`. Raises `PlanError` if the file can't be
+    read."""
     given = read(config)
     whole = isinstance(given.get("zero_optimization"), bool)
     if whole:
@@ -78,7 +80,8 @@ def report(config: Config, *, world: int, model: Any = None, arguments: Any = No
 
 
 def usual_world(config: Config) -> int:
-    """The number of ranks that a configuration's three sizes of a batch say, on which nothing else is divided; 1 where they don't say it."""
+    """Return the number of ranks that a configuration's three batch sizes imply, if nothing else divides the ranks;
+    1 if they imply none."""
     given = read(config)
     total, rows, parts = (given.get(key) for key in (BATCH, ROWS, PARTS))
     whole = all(isinstance(v, int) and not isinstance(v, bool) and v > 0 for v in (total, rows, parts))
@@ -87,7 +90,8 @@ def usual_world(config: Config) -> int:
 
 # -- ranks ------------------------------------------------------------------------------------------------------------------
 def _mesh(draft: Draft) -> None:
-    """How the ranks divide the model, its sequences and its layers; all others see different data."""
+    """Set the mesh: the ranks divide layers, sequences and weights by their keys, and the remaining dimension is
+    data-parallel."""
     sizes = {"pp": _stages(draft), "cp": _divided(draft, "sequence_parallel_size"), "tp": _tensor_parallel(draft)}
     divided = sizes["pp"] * sizes["cp"] * sizes["tp"]
     if draft.world % divided:
@@ -136,7 +140,7 @@ _MESH_KEYS = {
 
 
 def _divided(draft: Draft, key: str, dim: str = "cp") -> int:
-    """Over how many ranks a key divides; 1 where it does not."""
+    """Return the number of ranks that a key divides over; 1 if it does not divide."""
     value = draft.get(key)
     if value is None:
         return 1
@@ -196,7 +200,10 @@ def _stages(draft: Draft) -> int:
 
 # -- the batch --------------------------------------------------------------------------------------------------------------
 def _batch(draft: Draft) -> None:
-    """Two of the three sizes give the third: the rows of a step are those of a micro-batch, times the micro-batches, times the data ranks."""
+    """Set the micro-batches of a step, from any two of: rows of a step, rows of a micro-batch, micro-batches.
+
+    Rows of a step = rows of a micro-batch * micro-batches * data-parallel ranks.
+    """
     mesh = draft.fields.get("mesh")
     if mesh is None or draft.get("elasticity.enabled"):
         return
@@ -274,12 +281,12 @@ def _elasticity(draft: Draft) -> None:
     for key in section:
         draft.apply(f"elasticity.{key}", "elastic", fields)
     if "mesh" in draft.fields:
-        draft.fields["mesh"]["dp"] = -1  # (any number of ranks)
+        draft.fields["mesh"]["dp"] = -1  # (as many as there are)
 
 
 # -- precision --------------------------------------------------------------------------------------------------------------
 def _precision(draft: Draft) -> None:
-    """DeepSpeed makes the model itself low, and keeps fp32 master weights."""
+    """Set the precision: DeepSpeed casts the model itself to bf16 or fp16, and keeps fp32 master weights."""
     low = [name for name in ("bf16", "fp16") if draft.get(f"{name}.enabled")]
     for name in ("bf16", "fp16"):
         if name not in low:
@@ -334,7 +341,7 @@ _SCALING = {
 def _loss_scale(draft: Draft, changes: dict[str, Any]) -> None:
     scale: dict[str, Any] = {}
     plain = draft.get("zero_optimization.stage", 0) == 0
-    if plain:  # (DeepSpeed's loss scale without ZeRO is another one)
+    if plain:  # (DeepSpeed's loss scaling without ZeRO has other rules)
         scale |= {"hysteresis": 1, "ends_at_minimum": False}
         draft.origins |= {f"precision.loss_scale.{name}": "fp16.enabled" for name in scale}
     for name, key in _SCALING.items():
@@ -375,7 +382,7 @@ def _bf16(draft: Draft, changes: dict[str, Any]) -> None:
 
 
 def _dtypes(draft: Draft, changes: dict[str, Any], short: str) -> None:
-    """What gradients are reduced in, and the other dtypes that have keys of their own."""
+    """Set the dtype in which gradients are reduced, and the other dtypes that have keys of their own."""
     for key in ("compress_communication", "zero_optimization.compress_communication"):
         if draft.get(key):
             changes["reduce"] = {"fp16": "float16"}.get(short, "bfloat16")
@@ -424,7 +431,7 @@ def _clipping(draft: Draft) -> None:
 
 
 # -- ZeRO -------------------------------------------------------------------------------------------------------------------
-# Fields of a plan by the counts of elements of the section, and the stages that these mean something in.
+# The plan's fields for the section's counts of elements; and the ZeRO stages in which a count has an effect (else stage 3).
 _FIELDS = {**SIZES, "stage3_param_persistence_threshold": "param_persistence_threshold"}
 _STAGES = {"allgather_bucket_size": (1, 2, 3), "reduce_bucket_size": (0, 1, 2, 3)}
 
@@ -477,7 +484,8 @@ def _secondary(draft: Draft, stage: int) -> None:
 
 
 def _wire(draft: Draft) -> None:
-    """ZeRO++: weights and gradients in few bits on the wire, and a second copy of the weights in a node."""
+    """Set the fields for ZeRO++: quantized weights and gradients on the wire, and a second copy of the weights in
+    each node."""
     stage = draft.get("zero_optimization.stage", 0)
     _secondary(draft, stage)
     for name, field, format, what in (
@@ -526,7 +534,7 @@ def _offload(draft: Draft) -> None:
 
 
 def _place(draft: Draft, section: str, field: str, stage: int) -> None:
-    """Where values lie, from a section with "device" and "nvme_path"."""
+    """Set where values are stored, from a section with "device" and "nvme_path"."""
     given = draft.get(section)
     if given is None or any(draft.is_refused(f"{section}.{k}") for k in given):
         return

@@ -1,4 +1,5 @@
-"""What DeepSpeed's engine does and this one refuses by name."""
+"""The methods of DeepSpeed's engine that this one refuses by name, and errors that are `AssertionError`s as in
+DeepSpeed."""
 
 from __future__ import annotations
 
@@ -8,18 +9,18 @@ from zgraph.errors import ModelError, StepError, UnsupportedError
 
 
 class EngineMisuse(StepError, AssertionError):
-    """A call that DeepSpeed asserts not to be: `except AssertionError` catches it too."""
+    """The error for a call that DeepSpeed rejects by an assertion: `except AssertionError` catches it too."""
 
 
 class NoModel(ModelError, AssertionError):
-    """`initialize` without a model; an `AssertionError` as well, as in DeepSpeed."""
+    """The error of `initialize` without a model; an `AssertionError` as well, as in DeepSpeed."""
 
 
 class Refused:
-    """Methods of an engine that raise `UnsupportedError`."""
+    """The methods of an engine that raise `UnsupportedError`."""
 
     def offload_states(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise `UnsupportedError`: a plan says what is stored on the host, for the whole run."""
+        """Raise `UnsupportedError`: a plan sets what is stored on the host, for the whole run."""
         raise _stays("offload_states")
 
     def reload_states(self, *args: Any, **kwargs: Any) -> NoReturn:

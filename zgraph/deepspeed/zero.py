@@ -1,4 +1,4 @@
-"""DeepSpeed's `zero`: models that are built without memory, and whole parameters for a while."""
+"""DeepSpeed's `zero`: models that are built without memory, and parameters that are gathered for a while."""
 
 from __future__ import annotations
 
@@ -44,10 +44,9 @@ _OPTIONS = (
 class Init:
     """A context in which models are built without memory for their parameters: `initialize` makes them real shard by shard.
 
-    What constructors do to parameters is recorded, and done then: see `zgraph.deepspeed.deferred_init`. The configuration of `initialize`
-    says where values lie, and their dtype: DeepSpeed's arguments for that have no effect here. It makes the process group, if there is none.
-    Without `enabled` the context does nothing.
-    Raises `PlanError` for an unknown argument.
+    What constructors do to parameters is recorded, and replayed then: see `zgraph.deepspeed.deferred_init`. The configuration of
+    `initialize` sets where values are stored, and their dtype: DeepSpeed's arguments for these have no effect here. The context
+    creates the process group, if there is none; without `enabled` it does nothing. Raises `PlanError` for an unknown argument.
     """
 
     def __init__(self, module: nn.Module | None = None, *, enabled: bool = True, **options: Any) -> None:
@@ -70,26 +69,27 @@ class Init:
 
 
 def shutdown_init_context() -> None:
-    """Nothing to do: a context ends where its block does."""
+    """Do nothing: a context ends with its block."""
 
 
 restore_init_context = shutdown_init_context
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Nothing to do: the captured graph shows which parameters a module reads."""
+    """Do nothing but log: the captured graph shows which parameters a module reads."""
     logger.info("register_external_parameter has no effect here: the graph shows which parameters are read where")
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Nothing to do."""
+    """Do nothing: the captured graph shows which parameters a module reads."""
 
 
 class GatheredParameters:
-    """A context in which parameters are whole, plain ones in their modules; what `modifier_rank` has written to them is in the shards afterwards.
+    """A context in which parameters are gathered: inside, their modules have whole, plain parameters.
 
-    `params` is a parameter, several, or a module's. Read them through their modules (`model.linear.weight`) inside. Without a
-    `modifier_rank` they are for reading: a changed one raises `ModelError` at the end. All ranks must enter it.
+    `params` is a parameter, several, or a module. Read them through their modules (`model.linear.weight`) inside. What
+    `modifier_rank` writes to them is copied to the shards at the end. Without a `modifier_rank` they are for reading: a
+    changed one raises `ModelError` at the end. All ranks must enter it.
     """
 
     def __init__(

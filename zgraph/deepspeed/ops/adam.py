@@ -37,7 +37,7 @@ class FusedAdam(GivenOptimizer):
 
 
 class DeepSpeedCPUAdam(FusedAdam):
-    """`FusedAdam` by the name that is used with offloading; the order of its arguments is its own."""
+    """`FusedAdam` under the name that is used with offloading, with its own order of arguments."""
 
     DEFAULTS = {  # noqa: RUF012
         "lr": 1e-3,

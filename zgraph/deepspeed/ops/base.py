@@ -1,4 +1,4 @@
-"""The base of optimizers that an engine runs, and that make no step by themselves."""
+"""The base class of optimizers that an engine runs, and that do not step by themselves."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from zgraph.names import did_you_mean
 
 
 class GivenOptimizer(torch.optim.Optimizer):
-    """Groups and their numbers, for `initialize`. `DEFAULTS` are what a group may have, in DeepSpeed's order; `HOW` are arguments that say how an
-    update is computed, and not which."""
+    """Parameter groups with their numbers, for `initialize`. `DEFAULTS` are the numbers that a group may have, in
+    DeepSpeed's order; `HOW` are arguments that do not change the result of an update."""
 
     DEFAULTS: dict[str, Any] = {}  # noqa: RUF012 (each class has its own)
     HOW: tuple[str, ...] = ("set_grad_none", "fp32_optimizer_states")
@@ -30,7 +30,7 @@ class GivenOptimizer(torch.optim.Optimizer):
         super().__init__(params, {**self.DEFAULTS, **{k: v for k, v in given.items() if k not in self.HOW}})
 
     def step(self, closure: Callable[[], Any] | None = None) -> NoReturn:  # type: ignore[override]
-        """Raise `StepError`: an engine makes the steps."""
+        """Raise `StepError`: an engine runs the steps."""
         raise StepError(
             f"{type(self).__name__} makes no step by itself",
             why="it has the numbers of a compiled update, which an engine runs",

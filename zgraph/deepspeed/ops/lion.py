@@ -12,7 +12,7 @@ class FusedLion(GivenOptimizer):
 
 
 class DeepSpeedCPULion(FusedLion):
-    """`FusedLion` by the name that is used with offloading."""
+    """`FusedLion` under the name that is used with offloading."""
 
 
 for _kind in (FusedLion, DeepSpeedCPULion):

@@ -1,5 +1,7 @@
-"""`PipelineEngine`: whole steps of a model in stages. Its micro-batches run by the plan's schedule, so there is no forward, backward or step
-alone."""
+"""`PipelineEngine`: the engine of a model in stages, which runs whole steps.
+
+The micro-batches run by the plan's schedule, so forward, backward and step can't be called on their own.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +39,11 @@ class PipelineEngine(DeepSpeedEngine):
     def train_batch(
         self, data_iter: Iterator[Any] | None = None, data: Any = None, targets: Any = None
     ) -> torch.Tensor:
-        """One step; returns the mean loss over micro-batches and data-parallel ranks, on all ranks.
+        """Run one step; return the mean loss over micro-batches and data-parallel ranks, on all ranks.
 
-        From the iterator (or `training_data`) it takes as many micro-batches (inputs, labels) as a step has; `data` and `targets` are instead
-        the rows of this rank's whole step. Every rank reads the rows of its pipeline. Raises `StepError` for micro-batches of different sizes.
+        The rows are the micro-batches (inputs, labels) of one step from the iterator or `training_data`, or else `data` and
+        `targets`, the rows of this rank's whole step. All ranks of a pipeline must read the same rows. Raises `StepError`
+        for micro-batches of different sizes.
         """
         self._refuse_without_optimizer("train_batch")
         if not torch.is_grad_enabled():
@@ -75,8 +78,11 @@ class PipelineEngine(DeepSpeedEngine):
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """The mean loss of as many micro-batches as a step has, without gradients and in eval mode; without `compute_loss` the last layer's
-        output, on the ranks with the last stage (None on others). `return_logits` gives (loss, output)."""
+        """Return the mean loss of one step's micro-batches, without gradients and in eval mode.
+
+        Without `compute_loss`, return the last layer's output instead, on the ranks with the last stage, and None on
+        others. With `return_logits`, return (loss, output).
+        """
         data, targets = self._whole(self._take(data_iter, num_micro_batches))
         self.eval()
         with torch.no_grad():
@@ -87,7 +93,7 @@ class PipelineEngine(DeepSpeedEngine):
         return (loss, output) if return_logits else loss
 
     def _whole(self, batches: Sequence[Any]) -> tuple[Any, Any]:
-        """The rows of a step, from its micro-batches."""
+        """Join a step's micro-batches into (inputs, labels) of all its rows."""
         if self._batch_fn is not None:
             batches = [self._batch_fn(batch) for batch in batches]
         for batch in batches:
@@ -104,7 +110,7 @@ class PipelineEngine(DeepSpeedEngine):
         return tuple(_joined(part) for part in zip(*batches, strict=True))  # type: ignore[return-value]
 
     def _fit_parts(self) -> None:
-        """Let the plan cut a step into as many micro-batches as the engine has by now."""
+        """Recompile if the engine's number of micro-batches is no longer the plan's."""
         handle = self.handle
         if handle.plan.micro_batches != self._batch.parts:
             handle.recompile(handle.plan.model_copy(update={"micro_batches": self._batch.parts}))
@@ -122,12 +128,12 @@ class PipelineEngine(DeepSpeedEngine):
         self._iterator = iterator
 
     def set_dataloader(self, loader: DeepSpeedDataLoader) -> None:
-        """Take micro-batches from a loader from now on, again and again."""
+        """Take micro-batches from a loader from now on, starting over at its end."""
         self._training.loader = loader
         self._iterator = RepeatingLoader(loader)
 
     def set_batch_fn(self, function: Callable[[Any], Any]) -> None:
-        """Let a function make the pair (inputs, labels) of what the data has."""
+        """Set the function that makes the pair (inputs, labels) of an item of the data."""
         self._batch_fn = function
 
     # -- who is where -----------------------------------------------------------------------------------------------------
@@ -158,15 +164,15 @@ class PipelineEngine(DeepSpeedEngine):
 
     # -- what there is not --------------------------------------------------------------------------------------------------
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise `PipelineError`."""
+        """Raise `PipelineError`: a pipeline runs whole steps."""
         raise _only_whole_steps("forward")
 
     def backward(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise `PipelineError`."""
+        """Raise `PipelineError`: a pipeline runs whole steps."""
         raise _only_whole_steps("backward")
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise `PipelineError`."""
+        """Raise `PipelineError`: a pipeline runs whole steps."""
         raise _only_whole_steps("step")
 
 
@@ -179,7 +185,7 @@ def _only_whole_steps(what: str) -> PipelineError:
 
 
 def _joined(parts: Sequence[Any]) -> Any:
-    """The rows of several micro-batches as one."""
+    """Concatenate the rows of several micro-batches."""
     if len(parts) == 1:
         return parts[0]
     structure = pytree.tree_structure(parts[0])
@@ -191,7 +197,8 @@ def _joined(parts: Sequence[Any]) -> Any:
 
 
 def _column(values: Sequence[Any]) -> Any:
-    """What several micro-batches have at one place, as one: tensors' rows, else the value that all of them have."""
+    """Join the leaves of several micro-batches: concatenate tensors by rows, and keep other values, which must be
+    equal."""
     first = values[0]
     if isinstance(first, torch.Tensor) and first.dim():
         return torch.cat(list(values))

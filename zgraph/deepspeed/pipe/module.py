@@ -1,7 +1,7 @@
 """`PipelineModule`: a sequence of layers as one plain module, which the plan's passes cut into stages.
 
-Every rank makes all layers, so that their values are those of one process; only those of its own stages stay once the model is compiled. What each
-stage holds is found in the captured graph, not by counting layers on the way.
+Every rank builds all layers, so that their initial values are those of a single process; once the model is compiled, a rank keeps only those of its
+own stages. The contents of each stage are read from the captured graph, not by counting layers.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from zgraph.names import did_you_mean
 
 
 class PipelineError(ModelError):
-    """A call that a pipeline has not."""
+    """The error for a call that a pipeline does not support."""
 
 
 class LayerSpec:
-    """A layer that is made when the pipeline is: its class and what that is called with."""
+    """A layer that is built with its pipeline: its class and its arguments."""
 
     def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
         if not (inspect.isclass(typename) and issubclass(typename, nn.Module)):
@@ -37,7 +37,7 @@ class LayerSpec:
         self.module_kwargs = module_kwargs
 
     def build(self, log: bool = False) -> nn.Module:
-        """The layer."""
+        """Build the layer."""
         return self.typename(*self.module_args, **self.module_kwargs)
 
     def __repr__(self) -> str:
@@ -46,7 +46,8 @@ class LayerSpec:
 
 
 class TiedLayerSpec(LayerSpec):
-    """A layer that is one with the others of its `key`: it is made once. `forward_fn(layer, x)` is called in place of the layer, where given."""
+    """A layer that is built once and shared by all specs of its `key`. `forward_fn(layer, x)`, if given, is called
+    in place of the layer."""
 
     def __init__(
         self,
@@ -65,25 +66,24 @@ class TiedLayerSpec(LayerSpec):
 
 @dataclass
 class Options:
-    """What a `PipelineModule` takes by name."""
+    """The options of a `PipelineModule`."""
 
-    seed_layers: bool = False
-    seed_fn: Callable[[int], Any] | None = None
-    base_seed: int = 1234
-    partition_method: str = "parameters"
-    activation_checkpoint_interval: int = 0
-    activation_checkpoint_func: Callable[..., Any] | None = None
-    checkpointable_layers: list[str] | None = None
-    dynamic_shape: bool = False
+    seed_layers: bool = False  # seed torch and `random` before each layer is built
+    seed_fn: Callable[[int], Any] | None = None  # the function that sets a seed
+    base_seed: int = 1234  # layer i is built with seed `base_seed` + i
+    partition_method: str = "parameters"  # "parameters", "uniform" or "type:REGEX"
+    activation_checkpoint_interval: int = 0  # above 0: recompute activations in the backward
+    activation_checkpoint_func: Callable[..., Any] | None = None  # accepted, and has no effect
+    checkpointable_layers: list[str] | None = None  # accepted, and has no effect
+    dynamic_shape: bool = False  # accepted, and has no effect
 
 
 class PipelineModule(nn.Module):
     """Layers (modules, `LayerSpec`s, functions) that run one after another, in `num_stages` stages or those of a `topology`.
 
-    `loss_fn(output, labels)` is the loss. `partition_method` is "parameters", "uniform" or "type:REGEX"; with `seed_layers` layer i is made by seed
-    `base_seed` + i (`seed_fn` sets it); `activation_checkpoint_interval` above 0 computes activations again in the backward. Called with
-    inputs it gives the last layer's output, called with (inputs, labels) the loss. Raises `ModelError` for a layer that is none, `PlanError` for an
-    unknown option or way of cutting.
+    Called with inputs it returns the last layer's output; called with (inputs, labels) it returns `loss_fn(output, labels)`.
+    `options` are the fields of `Options`. Raises `ModelError` for a layer that is not a module, a spec or a function,
+    `PlanError` for an unknown option.
     """
 
     def __init__(
@@ -130,15 +130,18 @@ class PipelineModule(nn.Module):
         self.forward_funcs.append(made)
 
     def forward(self, inputs: Any, labels: Any = None) -> Any:
-        """The last layer's output; with `labels` and a `loss_fn` the loss."""
+        """Return the last layer's output, or the loss if `labels` are given and there is a `loss_fn`."""
         for layer in self.forward_funcs:
             inputs = layer(inputs)
         return inputs if labels is None or self.loss_fn is None else self.loss_fn(inputs, labels)
 
     # -- the configuration ----------------------------------------------------------------------------------------------
     def configure(self, config: dict[str, Any]) -> None:
-        """Write into a configuration what this module says: stages, how they are cut, ranks that divide weights, what is computed again. Raises
-        `PlanError` where the configuration says otherwise."""
+        """Write this module's settings into a configuration: stages, their partition, recomputation, ranks that divide
+        weights.
+
+        Raises `PlanError` if the configuration has another number of stages.
+        """
         section = config.setdefault("pipeline", {})
         stages = section.get("stages")
         if stages not in (None, "auto", self.num_stages):
@@ -158,7 +161,8 @@ class PipelineModule(nn.Module):
 
     # -- who is where -----------------------------------------------------------------------------------------------------
     def topology(self) -> ProcessTopology:
-        """Stages and the other axes of all ranks. Raises `PlanError` where the stages do not divide them."""
+        """Return the topology of all ranks, by default of stages and data-parallel ranks. Raises `PlanError` if the
+        stages do not divide the ranks."""
         if self._topology is None:
             world = comm.get_world_size()
             if world % self.num_stages:
@@ -167,7 +171,7 @@ class PipelineModule(nn.Module):
         return self._topology
 
     def mpu(self) -> PipelineParallelGrid:
-        """This rank's place."""
+        """Return this rank's position in the topology."""
         return PipelineParallelGrid(self.topology())
 
     def num_pipeline_stages(self) -> int:

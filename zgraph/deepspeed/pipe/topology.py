@@ -1,6 +1,6 @@
-"""Which rank stands where on the axes of a pipeline: numbers alone, with no process group.
+"""The positions of ranks on the axes of a pipeline, as numbers, without process groups.
 
-Ranks are counted along the last axis first: of axes ("pipe", "data") and sizes (2, 3) rank 4 is at pipe 1, data 1.
+Ranks are counted along the last axis first: with axes ("pipe", "data") and sizes (2, 3), rank 4 is at pipe 1, data 1.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from zgraph.names import did_you_mean
 
 
 class ProcessTopology:
-    """Axes by name with their sizes, the outermost first."""
+    """A mapping of positions on named axes to ranks, the outermost axis first."""
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
         if len(axes) != len(dims) or len(set(axes)) != len(axes):
@@ -30,7 +30,7 @@ class ProcessTopology:
         self.mapping: dict[Any, int] = {kind(*place): rank for rank, place in enumerate(places)}
 
     def get_rank(self, **place: int) -> int:
-        """The rank at a place, of which every axis is named."""
+        """Return the rank at a position, given by its index on every axis. Raises `MeshError` if there is none."""
         if set(place) != set(self.axes):
             raise MeshError(f"a place on the axes {self.axes}", why=f"it is given as {place}", hint="name each axis")
         found = self.mapping.get(self.ProcessCoord(**place))
@@ -44,11 +44,11 @@ class ProcessTopology:
         return self.axes
 
     def get_dim(self, axis: str) -> int:
-        """The size of an axis; 0 of one that is not there."""
+        """Return the size of an axis; 0 if there is no such axis."""
         return self.dims[self.axes.index(axis)] if axis in self.axes else 0
 
     def get_coord(self, rank: int) -> Any:
-        """The place of a rank, a named tuple."""
+        """Return the position of a rank as a named tuple. Raises `MeshError` if there is no such rank."""
         found = next((place for place, at in self.mapping.items() if at == rank), None)
         if found is None:
             raise MeshError(f"there is no rank {rank}", why=f"the sizes make {self.world_size()}")
@@ -57,12 +57,12 @@ class ProcessTopology:
     def get_rank_repr(
         self, rank: int, omit_axes: Sequence[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
     ) -> str:
-        """A rank's place as text, without some axes: "model_00"."""
+        """Return a rank's position as text, without some axes: "model_00"."""
         place = self.get_coord(rank)
         return outer_sep.join(f"{a}{inner_sep}{getattr(place, a):02d}" for a in self.axes if a not in omit_axes)
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
-        """The groups of ranks whose places differ in one axis alone; [] of one that is not there."""
+        """Return the groups of ranks whose positions differ on one axis only; [] if there is no such axis."""
         if axis not in self.axes:
             return []
         others = [a for a in self.axes if a != axis]
@@ -72,14 +72,14 @@ class ProcessTopology:
         return list(groups.values())
 
     def filter_match(self, **wanted: int) -> list[int]:
-        """The ranks whose places have these values."""
+        """Return the ranks whose positions have these indices. Raises `MeshError` for an unknown axis."""
         unknown = next((axis for axis in wanted if axis not in self.axes), None)
         if unknown is not None:
             raise MeshError(f"there is no axis {unknown!r}", hint=did_you_mean(unknown, self.axes))
         return [rank for place, rank in self.mapping.items() if all(getattr(place, a) == v for a, v in wanted.items())]
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
-        """The ranks at one value of an axis."""
+        """Return the ranks at one index of an axis."""
         return self.filter_match(**{axis: idx})
 
     def world_size(self) -> int:
@@ -90,21 +90,22 @@ class ProcessTopology:
 
 
 class PipeDataParallelTopology(ProcessTopology):
-    """Stages, and copies of the pipeline that see different rows."""
+    """A topology of stages and of data-parallel copies of the pipeline."""
 
     def __init__(self, num_pp: int, num_dp: int) -> None:
         super().__init__(("pipe", "data"), (num_pp, num_dp))
 
 
 class PipeModelDataParallelTopology(ProcessTopology):
-    """Stages, copies of the pipeline that see different rows, and ranks that divide weights."""
+    """A topology of stages, of data-parallel copies of the pipeline, and of ranks that divide weights."""
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
         super().__init__(("pipe", "data", "model"), (num_pp, num_dp, num_mp))
 
 
 class PipelineParallelGrid:
-    """A rank's place in a topology, as `engine.grid` says it. (Process groups are those of the compiled model's mesh.)"""
+    """A rank's position in a topology, with the methods of `engine.grid`. (Process groups are those of the compiled
+    model's mesh.)"""
 
     def __init__(self, topology: ProcessTopology, rank: int | None = None) -> None:
         self._topo = topology
@@ -154,6 +155,6 @@ class PipelineParallelGrid:
     get_slice_parallel_world_size: Callable[..., int] = get_model_parallel_world_size
 
     def stage_to_global(self, stage_id: int, **others: int) -> int:
-        """The rank of another stage, at this one's place on all other axes."""
+        """Return the rank of another stage at this rank's position on all other axes."""
         place = self._topo.get_coord(self.global_rank)._asdict() | {"pipe": stage_id} | others
         return self._topo.get_rank(**place)

@@ -1,7 +1,7 @@
 """DeepSpeed's `flops_profiler`: the operations of a plain model's forward, counted by torch's FlopCounterMode.
 
-What is counted are products (matmuls, convolutions, attention), whose operations a model consists of; DeepSpeed counts elementwise operators too.
-Of a compiled model the engine itself tells: `"flops_profiler": {"enabled": true}`.
+Only matmuls, convolutions and attention are counted, which dominate a model's operations; DeepSpeed counts elementwise operators too. The engine
+profiles a compiled model itself: `"flops_profiler": {"enabled": true}`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["FlopsProfiler", "get_model_profile"]
 
 
 class FlopsProfiler:
-    """Counts what a model's calls between `start_profile` and `stop_profile` compute."""
+    """A counter of the operations of a model's calls between `start_profile` and `stop_profile`."""
 
     def __init__(self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0) -> None:
         self.model = model
@@ -32,20 +32,20 @@ class FlopsProfiler:
         self._begin = self._seconds = 0.0
 
     def start_profile(self, ignore_list: Any = None) -> None:
-        """Begin to count."""
+        """Start to count."""
         self._counter = FlopCounterMode(display=False)
         self._counter.__enter__()
         self._begin = time.perf_counter()
 
     def stop_profile(self) -> None:
-        """End to count. What was counted stays to be read."""
+        """Stop to count. The counts can still be read. Raises `StepError` before `start_profile`."""
         if self._counter is None:
             raise StepError("stop_profile() before start_profile()")
         self._seconds = time.perf_counter() - self._begin
         self._counter.__exit__(None, None, None)
 
     def reset_profile(self) -> None:
-        """Forget what was counted."""
+        """Delete the counts."""
         self._counter = None
 
     end_profile = reset_profile
@@ -54,11 +54,11 @@ class FlopsProfiler:
         return _text(self._counted().get_total_flops(), "FLOPS", as_string)
 
     def get_total_macs(self, as_string: bool = False) -> Any:
-        """Multiplications with their additions: half of the floating-point operations."""
+        """Return the multiply-adds: half of the floating-point operations."""
         return _text(self._counted().get_total_flops() // 2, "MACs", as_string)
 
     def get_total_duration(self, as_string: bool = False) -> Any:
-        """Seconds."""
+        """Return the seconds between start and stop."""
         return f"{self._seconds * 1e3:.2f} ms" if as_string else self._seconds
 
     def get_total_params(self, as_string: bool = False) -> Any:
@@ -72,7 +72,8 @@ class FlopsProfiler:
         detailed: bool = True,
         output_file: str | None = None,
     ) -> None:
-        """Tell what was counted: of the whole model, and `detailed` of its modules down to a depth."""
+        """Log the counts of the whole model, and with `detailed` those of its modules down to a depth; or write them
+        into a file."""
         head = (
             f"parameters {self.get_total_params(True)}, {self.get_total_flops(True)}, {self.get_total_duration(True)}"
         )
@@ -104,9 +105,10 @@ def get_model_profile(
     ignore_modules: Any = None,
     mode: str = "forward",
 ) -> tuple[Any, Any, Any]:
-    """(floating-point operations, multiply-adds, parameters) of one forward of a plain model, with `args` or random input of `input_shape`.
+    """Count (floating-point operations, multiply-adds, parameters) of one forward of a plain model.
 
-    Raises `StepError` for a call without either, and for another `mode` than "forward" and "generate".
+    The input is `args` and `kwargs`, or ones of `input_shape`. Raises `StepError` for a call without any, and for a `mode` other
+    than "forward" and "generate".
     """
     if mode not in ("forward", "generate"):
         raise StepError(f"there is no mode {mode!r}", hint='"forward" or "generate"')

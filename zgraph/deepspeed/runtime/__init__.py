@@ -1,4 +1,4 @@
-"""DeepSpeed's `runtime`, where scripts import schedulers and helpers from."""
+"""DeepSpeed's `runtime`, from which scripts import schedulers and helpers."""
 
 from importlib import import_module
 from typing import Any

@@ -1,4 +1,4 @@
-"""DeepSpeed's module of this name: what an engine's optimizer is an instance of."""
+"""DeepSpeed's module of this name: the classes of an engine's optimizer."""
 
 from zgraph.deepspeed.engine_optimizer import EngineOptimizer
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's process groups by the names of its functions, which are refused: groups are those of a plan's mesh."""
+"""DeepSpeed's functions for process groups, which are all refused: groups are those of a plan's mesh."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Modules that DeepSpeed gathers as one. A program's gathers follow from its graph, so there is nothing to say: the calls are noted, and change
-nothing."""
+"""DeepSpeed's leaf modules, which it gathers as one. Here gathers follow from the program's graph, so the calls are
+noted and have no effect."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from zgraph.deepspeed.utils.logging import logger
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Iterable[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Note the modules of these classes, or of ones made from them; returns them. A text is a class's name, alone or with its module's. Raises
-    `ValueError` where there are none."""
+    """Note the modules of these classes and their subclasses; return them.
+
+    A text is a class's name, with or without its module's. Raises `ValueError` if there are none.
+    """
     found = _of_classes(model, leaf_module_classes, raise_if_not_found)
     _note(found, True)
     return found
@@ -23,7 +25,7 @@ def set_z3_leaf_modules(
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Iterable[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Forget the modules of these classes; returns them. Raises `ValueError` where there are none."""
+    """Forget the modules of these classes; return them. Raises `ValueError` if there are none."""
     found = _of_classes(model, leaf_module_classes, raise_if_not_found)
     _note(found, False)
     return found
@@ -32,14 +34,18 @@ def unset_z3_leaf_modules(
 def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Note (or forget) the modules of these names; returns them, and names of none. Raises `ValueError` for such a name."""
+    """Note (or forget) the modules of these names; return them, and the names without a module. Raises `ValueError`
+    for such a name."""
     return _by(model, module_names, str.__eq__, flag, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Note (or forget) the modules whose names end so; returns them, and endings of none. Raises `ValueError` for such an ending."""
+    """Note (or forget) the modules whose names have these suffixes; return them, and the suffixes without a module.
+
+    Raises `ValueError` for such a suffix.
+    """
     return _by(model, module_name_suffixes, str.endswith, flag, raise_if_not_found)
 
 
@@ -78,7 +84,7 @@ def _note(modules: Iterable[nn.Module], flag: bool) -> None:
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules that were noted."""
+    """Return the modules that were noted."""
     return [m for m in model.modules() if z3_leaf_module(m)]
 
 

@@ -1,4 +1,5 @@
-"""Messages for people: a logger, and messages of some ranks alone. `DEEPSPEED_LOG_LEVEL` (debug, info, warning, error) sets the level."""
+"""The logger of DeepSpeed's messages, and messages of some ranks only. `DEEPSPEED_LOG_LEVEL` (debug, info, warning,
+error) sets its level."""
 
 from __future__ import annotations
 
@@ -17,14 +18,14 @@ if (_asked := os.environ.get("DEEPSPEED_LOG_LEVEL", "").lower()) in LEVELS:
 
 
 def log_dist(message: str, ranks: Collection[int] | None = None, level: int = logging.INFO) -> None:
-    """Log a message on these ranks; on all where none are named, or -1 is."""
+    """Log a message on these ranks; on all if none are named, or if -1 is among them."""
     rank = comm.get_rank()
     if not ranks or -1 in ranks or rank in ranks:
         logger.log(level, "[rank %d] %s", rank, message)
 
 
 def set_log_level_from_string(level: str) -> None:
-    """Log from this level on ("info"). Raises `ValueError` for another word."""
+    """Set the level of the logger ("info"). Raises `ValueError` for an unknown level."""
     if level.lower() not in LEVELS:
         raise ValueError(f"{level!r} is no level: {', '.join(LEVELS)}")
     logger.setLevel(LEVELS[level.lower()])

@@ -1,4 +1,4 @@
-"""What a process holds in memory, by DeepSpeed's calls."""
+"""The memory of a process, by DeepSpeed's calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zgraph.units import shown_bytes
 
 
 def resident_bytes() -> int:
-    """The memory of this process that lies in RAM, in bytes; 0 where the system does not say."""
+    """Return the bytes of this process in RAM; 0 if the system does not say."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:
@@ -24,7 +24,7 @@ def resident_bytes() -> int:
 
 
 def see_memory_usage(message: str, force: bool = False, ranks: tuple[int, ...] = (0,)) -> None:
-    """Log what the device and the host hold, on these ranks; without `force` nothing, as DeepSpeed does."""
+    """Log the memory of the device and the host on these ranks; without `force` do nothing, as DeepSpeed does."""
     if not force or comm.get_rank() not in ranks:
         return
     gc.collect()
@@ -36,7 +36,8 @@ def see_memory_usage(message: str, force: bool = False, ranks: tuple[int, ...] =
 
 
 def memory_status(message: str = "", print_rank: int = -1, reset_max: bool = False) -> dict[str, int]:
-    """Bytes that the device and the host hold now ("allocated", "resident") and have held at most; logged on `print_rank` (-1: all)."""
+    """Return the present and the peak bytes of the device ("allocated") and the host ("resident"); log them on
+    `print_rank` (-1: all)."""
     cuda = torch.cuda.is_available()
     found = {
         "allocated": torch.cuda.memory_allocated() if cuda else 0,
@@ -52,5 +53,5 @@ def memory_status(message: str = "", print_rank: int = -1, reset_max: bool = Fal
 
 
 def most_resident_bytes() -> int:
-    """The most that this process has had in RAM, in bytes."""
+    """Return the peak bytes of this process in RAM."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,4 +1,4 @@
-"""Rows a second of an engine, as DeepSpeed's log has them."""
+"""The throughput of an engine in rows per second, as DeepSpeed logs it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from zgraph.deepspeed.utils.memory import memory_status
 
 
 class ThroughputTimer:
-    """The clock of an engine's steps (`engine.tput_timer`): what is logged at every `steps_per_print`.
+    """The clock of an engine's steps (`engine.tput_timer`), logged at every `steps_per_print`.
 
-    It runs from a step's first forward to the end of its update. The device is waited for at both ends of a step that is told of, unless it is
-    not `synchronized`, and at no other, so that steps still overlap. The average is over all time since the second step, loading of data included:
-    in the first steps programs are compiled.
+    It runs from a step's first forward to the end of its update. If it is `synchronized`, it waits for the device at both
+    ends of a step that is logged, and only there, so that other steps still overlap. The average is over all time since the
+    second step, loading of data included; earlier, programs are compiled.
     """
 
     start_step = 2
@@ -29,17 +29,17 @@ class ThroughputTimer:
         self._since = self._until = 0.0
 
     def due(self, steps: int) -> bool:
-        """Whether a step, by its number, is told of."""
+        """Return whether the step of this number is logged."""
         return bool(self.steps_per_output) and steps % (self.steps_per_output or 1) == 0
 
     def start(self) -> None:
-        """A micro-batch begins."""
+        """Start the clock at a step's first micro-batch."""
         self.micro_step_count += 1
         if self._began is None:
             self._began = self._now(self.due(self.global_step_count + 1))
 
     def stop(self, rows: int) -> None:
-        """A step of so many rows, over all ranks, has ended."""
+        """Stop the clock at the end of a step of `rows` rows over all ranks."""
         self.global_step_count += 1
         self._until = self._now(self.due(self.global_step_count))
         self.step_elapsed_time = self._until - (self._until if self._began is None else self._began)
@@ -55,11 +55,11 @@ class ThroughputTimer:
         return time.perf_counter()
 
     def avg_samples_per_sec(self) -> float:
-        """Rows a second since the second step; before the third none are counted (-inf, as in DeepSpeed)."""
+        """Return the rows per second since the second step; -inf before the third, as in DeepSpeed."""
         return self._rows / (self._until - self._since) if self._rows else float("-inf")
 
     def line(self, steps: int, rows: int) -> str:
-        """What is logged of the last step: its number, and its rows."""
+        """Return the log line of the step `steps` of `rows` rows."""
         held = memory_status(print_rank=-2)
         gigabytes = [held[a] or held[b] for a, b in (("allocated", "resident"), ("max_allocated", "max_resident"))]
         now, most = (round(size / 1024**3, 2) for size in gigabytes)

@@ -1,4 +1,4 @@
-"""Whole fp32 weights from a checkpoint of an engine's, or of DeepSpeed's own: `zero_to_fp32` by its functions. (`zgraph ckpt export` writes
+"""The functions of DeepSpeed's `zero_to_fp32`: whole fp32 weights from a checkpoint of zgraph's or DeepSpeed's. (`zgraph ckpt export` writes
 safetensors.)"""
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ Path_ = str | os.PathLike[str]
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: Path_, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
 ) -> dict[str, torch.Tensor]:
-    """The whole weights of a checkpoint, floating-point ones in float32, from their masters where there are some. One process holds all of them.
+    """Return the whole weights of a checkpoint, floating-point ones in float32, from their master weights if there are
+    some.
 
-    Raises `CheckpointError` where there is none.
+    This process holds all of them. Raises `CheckpointError` if there is no checkpoint.
     """
     source = open_checkpoint(Path(checkpoint_dir), tag)
     trained = {name for group in source.known.groups for name in group["names"]}
@@ -49,8 +50,11 @@ def _wide(source: Source, name: str) -> torch.Tensor:
 
 
 def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: Path_, tag: str | None = None) -> nn.Module:
-    """The model with the checkpoint's weights: a plain one on the CPU, a compiled one (`engine.module`) with its shards. All ranks must call it for
-    a compiled one."""
+    """Load a checkpoint's weights into a model and return it: a plain model is moved to the CPU, a compiled one
+    (`engine.module`) loads its shards.
+
+    All ranks must call it for a compiled model.
+    """
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     if is_compiled(model):
         load_whole(model, state, strict=False)
@@ -68,7 +72,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Write the whole fp32 weights: with `safe_serialization` as safetensors of at most `max_shard_size`, else as one `pytorch_model.bin`."""
+    """Write the whole fp32 weights: with `safe_serialization` as safetensors of at most `max_shard_size`, else as
+    one `pytorch_model.bin`."""
     folder = Path(output_dir)
     if safe_serialization:
         export(
