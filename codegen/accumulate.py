@@ -1,7 +1,8 @@
-"""A backward that adds its gradients to sums that come in, in place, each as soon as it is there.
+"""A backward that adds each gradient in place to a running sum (an input) as soon as the gradient is computed.
 
-What a gradient lay in is free for the next one, and it is added while it is still in the processor's caches: a backward that gives all its
-gradients holds them beside the sums. The additions are the same, in the same order.
+The memory of a gradient is free for the next one, and the gradient is added while it is still in the processor's
+caches; a backward that returns all its gradients holds them beside the sums. The additions are the same, in the same
+order.
 """
 
 from __future__ import annotations
@@ -15,8 +16,12 @@ from zgraph.program.program import InputRole, OutputRole, Port, Program
 
 
 def summing(part: Program) -> Program:
-    """A copy of an executable backward, or of its part that makes gradients. A sum lies as its gradient does, or one with gaps as a copy of
-    it, and in memory of its own. A gradient that leaves for a home elsewhere is given as it was: it is there when the program is over."""
+    """Return a copy of an executable backward (or of its part that computes gradients) that accumulates into sums.
+
+    Each gradient gets an input, a sum in memory of its own with the gradient's strides (without its gaps), and is no
+    output any more. A gradient that is offloaded stays an output: it has arrived in its tier only when the program is
+    over.
+    """
     made = part.snapshot()
     made.name = f"{part.name}.summing"
     left = []

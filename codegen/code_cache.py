@@ -33,16 +33,17 @@ CODE, LIBRARY = "code", "library"
 class Code:
     """The code of one program, and what was read of it when it was made."""
 
-    source: str
-    strides: list[Any]
-    record: inductor_code.CodeRecord
-    kernels: tuple[Kernel, ...]
-    library: tuple[Kernel, ...]
+    source: str  # the generated source
+    strides: list[Any]  # strides of each output, None where Inductor tells none
+    record: inductor_code.CodeRecord  # what another process needs to load the code
+    kernels: tuple[Kernel, ...]  # the fused kernels that Inductor generated
+    library: tuple[Kernel, ...]  # library calls, such as BLAS products
+    # (line of the source from 0, position of the node in the graph) of each node with a call of its own
     calls: tuple[tuple[int, int], ...]
 
     @staticmethod
     def of(made: Executable, record: inductor_code.CodeRecord) -> Code:
-        """The code of what was compiled."""
+        """Return the code of an executable that was just compiled."""
         return Code(made.source, made.strides, record, made.kernels, made.library, made.calls)
 
 
@@ -56,7 +57,10 @@ class KeptCode:
         self.words = words
 
     def key(self, program: Program, how: Mapping[str, Any]) -> str | None:
-        """What the code of a program that is compiled so is kept by; None for one that has no text."""
+        """Return the key under which the code of `program`, compiled with the options `how`, is stored.
+
+        Returns None for a program that has no text, or has symbolic sizes.
+        """
         if program.sizes:
             return None  # (what Inductor asks of the sizes is no part of the code)
         try:
@@ -68,7 +72,10 @@ class KeptCode:
             return None
 
     def take(self, key: str) -> Code | None:
-        """The code with this key, its libraries where Inductor looks for them; None where there is none, or not all of it."""
+        """Return the code with this key after putting its libraries where Inductor looks for them.
+
+        Returns None where the code or one of its libraries is missing or damaged.
+        """
         data = self.store.get_json(CODE, key)
         if data is None:
             return None
@@ -87,7 +94,7 @@ class KeptCode:
         )
 
     def keep(self, key: str, code: Code) -> None:
-        """Keep the code of a program."""
+        """Store the code of a program, with its libraries."""
         paths = []
         for path in code.record.libraries:
             try:
@@ -111,7 +118,7 @@ class KeptCode:
         self.store.put_json(CODE, key, said, self.words)
 
     def _put_there(self, path: str, total: str) -> bool:
-        """Whether a library is in Inductor's folder, as it was compiled; it is put there if need be."""
+        """Write a library into Inductor's folder unless the same bytes are there; return whether it is in place."""
         there = Path(inductor_code.inductor_folder()) / path
         try:
             if hashlib.sha256(there.read_bytes()).hexdigest() == total:

@@ -29,7 +29,8 @@ THIN = 16  # rows or columns: products with fewer are bound by memory
 
 @functools.cache
 def onednn() -> Any:
-    """oneDNN's product, `product(a, b, into, beta)`, if it is there and this machine's processors are such that it is the faster one; else None."""
+    """Return oneDNN's product, `product(a, b, into, beta)`, or None where torch has none or where MKL is as fast on
+    this processor."""
     try:
         processors = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -39,13 +40,15 @@ def onednn() -> Any:
 
 
 def library(kernels: Any) -> Any:
-    """What takes the place of `kernels`, the library calls of Inductor's code; `kernels` itself where these are the fastest."""
+    """Return a replacement for `kernels`, the library calls of Inductor's code, or `kernels` itself where they are the
+    fastest."""
     product = onednn()
     return kernels if product is None or isinstance(kernels, Products) else Products(kernels, product)
 
 
 def scratch(program: Program) -> int:
-    """Bytes that such a library takes, besides what a program says, while it computes one of the program's products."""
+    """Return the bytes that oneDNN allocates, beyond what the program's tensors take, while it computes one of its
+    products."""
     if onednn() is None or not any(_large(n) for n in program.graph.nodes):
         return 0
     return SCRATCH * torch.get_num_threads()
@@ -59,7 +62,7 @@ def _large(node: fx.Node) -> bool:
 
 
 def _worth(made: torch.Tensor, shape: Sequence[int], inner: int) -> bool:
-    """Is this a product, of this shape, of the kind that oneDNN computes faster, of so many terms a number?"""
+    """Return whether oneDNN computes a product of this result, shape and inner dimension faster."""
     if made.dtype is not torch.float32 or made.device.type != "cpu":
         return False
     return min(*shape, inner) >= THIN and 2 * math.prod(shape) * inner >= MIN_FLOP
@@ -91,7 +94,10 @@ class Products:
 
 
 def _taken(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> bool:
-    """Is this product one of those? (Of operands with gaps between their rows oneDNN makes copies, which no forecast knows of.)"""
+    """Return whether oneDNN computes this product.
+
+    It does not where an operand has gaps between its rows: oneDNN would copy it, and no forecast counts that copy.
+    """
     return _worth(out, out.shape, a.shape[1]) and out.is_contiguous() and _dense(a) and _dense(b)
 
 

@@ -38,7 +38,7 @@ MAX_SHARE = 0.01  # of saved integers and masks may differ: a rounding may turn 
 
 
 def wanted() -> frozenset[str]:
-    """What the environment asks for. Raises `PlanError` for a word that means nothing."""
+    """Return the checks that the environment asks for. Raises `PlanError` for an unknown word."""
     words = [w.strip() for w in os.environ.get(VARIABLE, "").split(",") if w.strip()]
     unknown = [w for w in words if w not in KINDS]
     if unknown:
@@ -52,7 +52,8 @@ def wanted() -> frozenset[str]:
 
 
 def checked(executable: Executable, groups: dict[str, str]) -> Executable:
-    """Let an executable check itself in each run, as the environment asks for; `groups` are those that it was compiled for."""
+    """Make an executable check itself in each run, as the environment asks for; `groups` are those that it was
+    compiled for."""
     kinds = wanted()
     if kinds:
         executable.function = _Checked(executable, groups, kinds)
@@ -60,7 +61,7 @@ def checked(executable: Executable, groups: dict[str, str]) -> Executable:
 
 
 class _Checked:
-    """Runs in the place of an executable's function."""
+    """A function that runs in place of an executable's own, and checks it."""
 
     def __init__(self, executable: Executable, groups: dict[str, str], kinds: frozenset[str]) -> None:
         self.executable, self.kinds = executable, kinds
@@ -96,7 +97,7 @@ class _Checked:
         return results
 
     def _seen(self, name: str, value: Any) -> None:
-        """Look at a value of an eager program as soon as it is there."""
+        """Check a value of an eager program as soon as it is computed, and keep a copy for the comparison."""
         node = self.nodes[name]
         if LAYOUT in self.kinds:
             _refuse_layout(self.program, node, value, "is made")
@@ -123,7 +124,8 @@ class _Checked:
         return found
 
     def _compare(self, found: dict[str, Any], results: Sequence[Any], inputs: list[tuple[fx.Node, Any, Any]]) -> None:
-        """Raise `WrongValueError` for the first node, in the program's order, whose value is another one than plain operators give."""
+        """Raise `WrongValueError` for the first node, in the program's order, whose value differs from what plain
+        operators give."""
         mine = dict(self.observed)
         loose = set()
         for port, node, result in zip(self.program.outputs, self.ready.output_values(), results, strict=True):
@@ -142,7 +144,7 @@ class _Checked:
 
 
 def norm_of(values: Any) -> float:
-    """The norm of all floating-point tensors among some values."""
+    """Return the norm of all floating-point tensors among `values` together; tensors that are not finite are left out."""
     floats = (v for v in values if isinstance(v, torch.Tensor) and v.is_floating_point())
     return math.sqrt(sum(n * n for v in floats if math.isfinite(n := float(v.double().norm()))))
 
@@ -150,8 +152,11 @@ def norm_of(values: Any) -> float:
 def compare(
     program: Program, node: fx.Node, mine: torch.Tensor, plain: torch.Tensor, norm: float, loose: bool
 ) -> Difference:
-    """How far a node's value in compiled code is from that of plain operators, and how far it may be. `loose`: a mask or an index that
-    was computed from rounded numbers may be another one here and there."""
+    """Return how far a node's value in compiled code is from that of plain operators, and how far it may be.
+
+    With `loose`, a share of the elements of an integer or boolean value may differ: it was computed from rounded
+    numbers.
+    """
     compared = difference("value", node.name, 0, mine, plain, norm, coarsest(program))
     if loose and not compared.ok and not mine.is_floating_point() and mine.shape == plain.shape:
         share = float(mine.ne(plain).double().mean())
@@ -160,13 +165,13 @@ def compare(
 
 
 def coarsest(program: Program) -> torch.dtype | None:
-    """The dtype of a program's values that rounds most; None where none rounds."""
+    """Return the dtype with the largest rounding error among a program's values, or None where none rounds."""
     there = {t.dtype for n in program.graph.nodes for t in tensors(n) if t.dtype in TOLERANCE}
     return max(there, key=lambda d: TOLERANCE[d], default=None)
 
 
 def _land(value: Any, node: fx.Node) -> None:
-    """Wait for what is on its way, before it is looked at."""
+    """Wait for a collective that is still running, before its value is looked at."""
     if (
         in_flight(node)
         and not transfers_to_host.is_start(node)
@@ -178,7 +183,7 @@ def _land(value: Any, node: fx.Node) -> None:
 
 
 def _copied(value: Any, node: fx.Node) -> Any:
-    """A copy of an input; what is offloaded stays where it is."""
+    """Return a copy of an input, or the input itself if it is offloaded."""
     if not isinstance(value, torch.Tensor) or info(node).home is not None:
         return value
     return value.clone()

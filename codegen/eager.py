@@ -37,7 +37,7 @@ def compile_eager(program: Program, groups: dict[str, str]) -> Executable:
 
 
 class Code:
-    """The generated code of a program, which keeps what its nodes promise."""
+    """The generated code of a program, which lays each node's result out with the strides that its fake value has."""
 
     def __init__(self, name: str, module: fx.GraphModule) -> None:
         self.name, self.module = name, module
@@ -47,7 +47,7 @@ class Code:
         self._strides: dict[str, Strides] = {
             n.name: s for n in nodes if not mutates(n) and (s := promised(n)) is not None
         }
-        self._others: dict[str, None] | None = None  # nodes whose results lie otherwise; None before the first run
+        self._others: dict[str, None] | None = None  # nodes whose results have other strides; None before the first run
 
     def __call__(self, values: list[Any]) -> Sequence[Any]:
         if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
@@ -57,11 +57,14 @@ class Code:
         return self._forward(values)  # type: ignore[no-any-return]
 
     def rebuild(self, changed: str, names: dict[str, Any]) -> Callable[[list[Any]], Sequence[Any]]:
-        """The callable of this code, changed, with some names in its scope."""
+        """Return a callable of `changed`, an edited version of this source, with `names` in its scope."""
         return self._build(changed, self._every if self._others is None else self._others, names)
 
     def observed_by(self, seen: Callable[[str, Any], None]) -> Callable[[list[Any]], Sequence[Any]]:
-        """The callable of this code that shows each value, by its node's name, as soon as it is there and as it is read."""
+        """Return a callable of this code that calls `seen(node name, value)` for each value as soon as it is computed.
+
+        The value is already laid out as its readers get it.
+        """
 
         def show(name: str, value: Any) -> Any:
             kept = self._as_promised(name, value)
@@ -96,8 +99,11 @@ class Code:
     def _build(
         self, source: str, watched: Collection[str], names: dict[str, Any]
     ) -> Callable[[list[Any]], Sequence[Any]]:
-        """The callable of a source, with the results of the `watched` nodes laid out as promised. (On the line that makes
-        them: errors tell nodes by their lines.)"""
+        """Return a callable of a source in which the results of the `watched` nodes are laid out with their promised
+        strides.
+
+        The layout call is put on the line that computes the result: errors find nodes by their lines.
+        """
         lines = source.splitlines()
         for at, line in enumerate(lines):
             made = _CALL.match(line)
@@ -112,8 +118,10 @@ MOST_POINTS = 4096  # sizes that are remembered as seen
 
 
 class SizedCode(Code):
-    """The code of a program with symbolic sizes: what is promised depends on a call's. Each result is looked at in the first run at each
-    sizes."""
+    """The code of a program with symbolic sizes, whose promised strides depend on the sizes of a call.
+
+    Results are checked in the first run at each combination of sizes.
+    """
 
     def __init__(self, program: Program, module: fx.GraphModule) -> None:
         super().__init__(program.name, module)
@@ -173,7 +181,7 @@ class SizedCode(Code):
 
 
 def _calls(source: str, program: Program) -> tuple[tuple[int, int], ...]:
-    """The line and the position of each operator."""
+    """Return (line of the source, position in the graph) of each operator."""
     at = {n.name: i for i, n in enumerate(program.graph.nodes) if n.op == "call_function"}
     found = [(line, _CALL.match(text)) for line, text in enumerate(source.splitlines())]
     return tuple((line, at[match[1]]) for line, match in found if match and match[1] in at)

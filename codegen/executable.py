@@ -23,7 +23,7 @@ from zgraph.ranks import progress
 from zgraph.ranks.thread_stacks import Line
 from zgraph.torch_compat import autograd_state
 
-# The user's tensors, what autograd gives, and what was sent: their strides are not a program's.
+# The user's tensors, tangents from autograd, and received values: no program chooses their strides.
 _OTHERS_DECIDE = (
     InputRole.INPUT,
     InputRole.CONSTANT,
@@ -37,39 +37,39 @@ _OTHERS_DECIDE = (
 
 
 def positions_of_sizes(program: Program) -> tuple[int, ...]:
-    """Positions of a program's inputs that are sizes, in the order of its symbols."""
+    """Return the positions of a program's inputs that are sizes, in the order of its symbols."""
     at = {p.name: i for i, p in enumerate(program.inputs) if p.role is InputRole.SIZE}
     return tuple(at[s.name] for s in program.sizes.symbols)
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel: its name in the generated code, the operators that it computes, and how often it is launched."""
+    """A kernel in generated code."""
 
-    name: str
-    operators: tuple[str, ...]
-    calls: int = 1
+    name: str  # its name in the generated code
+    operators: tuple[str, ...]  # the operators that it computes
+    calls: int = 1  # how often it is launched
 
 
 @dataclass(frozen=True)
 class Edge:
-    """What runs of a program need to know of its graph: the names of saved values that are on their way when it ends, positions of the outputs that
-    have left the device then, and of those that are what a collective gave, or a part of it; and positions of the inputs whose strides others
-    decide, with those that the program was made for. (What it writes to must be what was given, and not a copy.)"""
+    """What running a program needs to know of its graph's inputs and outputs."""
 
-    flying: tuple[str, ...]
-    away: frozenset[int]
-    transferred: frozenset[int]
+    flying: tuple[str, ...]  # names of saved values whose collective is still running when the program ends
+    away: frozenset[int]  # positions of outputs that are offloaded when the program ends
+    transferred: frozenset[int]  # positions of outputs that are a collective's result or a view of it
+    # (position, strides that the program was compiled for) of inputs whose strides others choose and that it does not write to (a copy would take the write)
     from_outside: tuple[tuple[int, Strides], ...]
 
     def said(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return this record as JSON's types."""
         rest = {"away": sorted(self.away), "transferred": sorted(self.transferred)}
         return {"flying": list(self.flying), **rest, "from_outside": [[at, list(s)] for at, s in self.from_outside]}
 
 
 def edge_of(program: Program) -> Edge:
-    """What is known of a program's edge: from its graph, or from what was said of it when it was kept."""
+    """Return a program's `Edge`: from its graph, or, for a program that is stored as text, from what was stored with
+    it."""
     if isinstance(program, LateProgram) and not program.is_made and program.said:
         said = program.said
         outside = tuple((at, tuple(strides)) for at, strides in said["from_outside"])
@@ -84,7 +84,7 @@ def edge_of(program: Program) -> Edge:
 
 
 def _given_by_others(program: Program) -> Iterator[tuple[int, fx.Node]]:
-    """The inputs whose strides others decide, by position, but for those that the program writes to."""
+    """Yield (position, node) of each input whose strides others choose and that the program does not write to."""
     for at, (port, node) in enumerate(program.input_items()):
         if port.role in _OTHERS_DECIDE and not any(mutates(u) for u in node.users):
             yield at, node
@@ -92,21 +92,18 @@ def _given_by_others(program: Program) -> Iterator[tuple[int, fx.Node]]:
 
 @dataclass
 class Executable:
-    """`run(values)` takes the inputs as one list, which it empties, and returns the outputs, in the program's order.
+    """`run(values)` takes the inputs as one list, which it empties, and returns the outputs, in the program's order."""
 
-    `source` is the code that runs; `kernels` are what Inductor made, `library` what it calls instead (a BLAS product,
-    torch's own kernel): both empty for eager. `strides` are those of the outputs, where Inductor chose them. `calls` has
-    the lines of the source (from 0) that run one node by itself, and its position in the program's graph; `rebuild`
-    gives the function of a changed source, in which it puts some names.
-    """
-
-    program: Program
-    function: Callable[[list[Any]], Sequence[Any]]
-    source: str
-    kernels: tuple[Kernel, ...] = ()
+    program: Program  # the program that it runs
+    function: Callable[[list[Any]], Sequence[Any]]  # the compiled callable
+    source: str  # the code that runs
+    kernels: tuple[Kernel, ...] = ()  # what Inductor generated; empty for eager
+    # what Inductor calls instead (a BLAS product, torch's own kernel); empty for eager
     library: tuple[Kernel, ...] = ()
-    strides: list[Any] = field(default_factory=list)
+    strides: list[Any] = field(default_factory=list)  # of each output, where Inductor chose them
+    # (line of the source from 0, position in the graph) of nodes that run by a call of their own
     calls: tuple[tuple[int, int], ...] = ()
+    # makes a function of an edited source, with some names in its scope
     rebuild: Callable[[str, dict[str, Any]], Callable[[list[Any]], Sequence[Any]]] | None = None
 
     @functools.cached_property
@@ -116,32 +113,33 @@ class Executable:
 
     @functools.cached_property
     def edge(self) -> Edge:
-        """What of its graph runs need to know."""
+        """What running it needs to know of its graph's inputs and outputs."""
         return edge_of(self.program)
 
     @property
     def flying(self) -> tuple[str, ...]:
-        """Names of the saved values that are still on their way when this program ends: the next one waits for them."""
+        """Names of the saved values whose collective is still running when this program ends: the next program waits
+        for them."""
         return self.edge.flying
 
     @property
     def away(self) -> frozenset[int]:
-        """Positions of the outputs that have left the device when this program is over."""
+        """Positions of the outputs that are offloaded when this program ends."""
         return self.edge.away
 
     @property
     def transferred(self) -> frozenset[int]:
-        """Positions of the outputs that are what a collective gave, or a part of it."""
+        """Positions of the outputs that are a collective's result or a view of it."""
         return self.edge.transferred
 
     @functools.cached_property
     def sized(self) -> tuple[int, ...]:
-        """See `positions_of_sizes`."""
+        """Positions of the inputs that are sizes (`positions_of_sizes`)."""
         return positions_of_sizes(self.program)
 
     @functools.cached_property
     def _sized_from_outside(self) -> tuple[tuple[int, Callable[..., Strides]], ...]:
-        """As `Edge.from_outside`, of the inputs whose strides depend on the call's sizes."""
+        """`Edge.from_outside` for inputs whose strides depend on the call's sizes: (position, strides by sizes)."""
         names = tuple(s.name for s in self.program.sizes.symbols)
         found = ((at, promised_at(node, names)) for at, node in _given_by_others(self.program))
         return tuple((at, strides) for at, strides in found if strides is not None)
@@ -154,7 +152,7 @@ class Executable:
                 values[at] = laid_out(values[at], wanted)
 
     def running_node(self, stack: Sequence[Line]) -> fx.Node | None:
-        """The program's node whose line of the generated code a thread with this stack is in; None if it can't be told."""
+        """Return the program's node that a thread with this stack is executing, or None if it can't be told."""
         lines = self.source.splitlines()
         by_name = {n.name: n for n in self.program.graph.nodes}
         for line in stack:
@@ -167,7 +165,7 @@ class Executable:
         return None
 
     def run(self, values: list[Any]) -> Sequence[Any]:
-        """Run the program: inputs come in as the program was made for them, whatever their strides."""
+        """Run the program on `values`; inputs whose strides others choose are first laid out as it was compiled for."""
         for at, strides in self.edge.from_outside:
             if values[at].stride() != strides:
                 values[at] = laid_out(values[at], strides)
@@ -194,7 +192,8 @@ class Executable:
                 progress.leave()
 
     def _land(self, outputs: Sequence[Any]) -> None:
-        """Wait for what is on its way, on CPU: the profile may end before the program that would."""
+        """Wait for collectives that are still running, on CPU: the profile may end before the program that would wait
+        for them."""
         with autograd_state.unrecorded():
             for port, value in zip(self.program.outputs, outputs, strict=True):
                 if port.name in self.flying and not value.is_cuda:
@@ -202,7 +201,8 @@ class Executable:
 
 
 def explain(error: Exception, executable: Executable) -> Exception:
-    """A failed collective becomes a `CollectiveError` that names it and the module; other errors stay as they are."""
+    """Return a `CollectiveError` that names the collective and its module for a failed collective; return other errors
+    as they are."""
     node = failing_node(error, executable)
     if isinstance(error, AssertionError):
         error.where = info(node).source or None if node is not None else None
@@ -215,7 +215,7 @@ def explain(error: Exception, executable: Executable) -> Exception:
 
 
 def failing_node(error: BaseException, executable: Executable) -> fx.Node | None:
-    """The program's node whose line of the generated code raised, None if it can't be told."""
+    """Return the program's node whose line of the generated code raised, or None if it can't be told."""
     lines = executable.source.splitlines()
     traceback = error.__traceback__
     found: fx.Node | None = None
@@ -242,7 +242,7 @@ def _node_at(lines: list[str], at: int, by_name: dict[str, fx.Node]) -> fx.Node 
 
 
 def lowered(program: Program, groups: dict[str, str]) -> Program:
-    """A copy for code generation: collectives as their transport takes them, no release marks."""
+    """Return a copy for code generation: collectives as their backend takes them, no release marks."""
     copy = program.snapshot()
     for node in copy.graph.find_nodes(op="call_function", target=ops.RELEASE):
         copy.graph.erase_node(node)

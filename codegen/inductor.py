@@ -32,7 +32,7 @@ from zgraph.torch_compat import compile_lock, inductor_code, symbols
 
 logger = logging.getLogger(__name__)
 
-# Inputs that whoever runs a program holds no longer than it does.
+# Inputs that the caller of a program drops when it passes them in: their buffers may be reused.
 _LET_GO = (InputRole.SAVED, InputRole.IN_FLIGHT, InputRole.RECEIVED, InputRole.RETURNED)
 
 
@@ -47,14 +47,15 @@ def compile_inductor(
     hold: bool = True,
     kept: KeptCode | None = None,
 ) -> Executable:
-    """Compile `program`, or take its code from where it is `kept`; `groups` gives each mesh dimension's process group by name.
+    """Compile `program`, or take its code from the cache `kept`; `groups` gives each mesh dimension's process group by
+    name.
 
     With `fix_saved` saved values keep the strides that they have in the program; else Inductor chooses. With `combine`
-    kernels that do not depend on each other are launched as one (on CUDA), with `round_each` low dtypes are rounded to as
-    often as operators one by one would. With `hold` a dead buffer may be held for the next of its size; without, what is live is what
-    forecasts say. Raises
-    `LoweringError` with the operator and the user's line if Inductor can't lower it, or if the generated code
-    communicates in another order than the program: nothing falls back.
+    kernels that do not depend on each other are launched as one (on CUDA). With `round_each` results are rounded to
+    low dtypes as often as single operators would round them. With `hold` a dead buffer may be kept for the next one of
+    its size; without, the live bytes are those that forecasts say. Raises `LoweringError` with the operator and the
+    user's line if Inductor can't lower it, or if the generated code communicates in another order than the program:
+    nothing falls back.
     """
     how = _How(groups, is_backward, fix_saved, combine, round_each, hold)
     key = kept.key(program, asdict(how)) if kept is not None else None
@@ -74,26 +75,30 @@ def compile_inductor(
 
 @dataclass(frozen=True)
 class _How:
-    """How a program is compiled: see `compile_inductor`."""
+    """The options with which a program is compiled: see `compile_inductor`."""
 
-    groups: dict[str, str]
-    is_backward: bool
-    fix_saved: bool
-    combine: bool
-    round_each: bool
-    hold: bool
+    groups: dict[str, str]  # each mesh dimension's process group, by name
+    is_backward: bool  # the program is a backward
+    fix_saved: bool  # saved values keep the program's strides
+    combine: bool  # independent kernels are launched as one (on CUDA)
+    round_each: bool  # round to low dtypes as often as single operators would
+    hold: bool  # dead buffers may be kept for reuse
 
 
 @dataclass(frozen=True)
 class _Compiled:
-    executable: Executable
-    fits: Callable[..., bool]  # at which sizes its kernels are right
+    executable: Executable  # the program, ready to run
+    fits: Callable[..., bool]  # whether its kernels are right at given sizes
     record: inductor_code.CodeRecord | None  # what another process needs to run its code; None where that can't be
 
 
 class SizedFunction:
-    """The function of a program with symbolic sizes. Inductor decides by the sizes that it is given, and notes what it asked of them; at sizes
-    for which the answers are others the same program is compiled once more, on this rank alone: what ranks do together is the program's."""
+    """The function of a program with symbolic sizes.
+
+    Inductor specializes on the sizes that it is given, and records what it assumed of them. For sizes that break these
+    assumptions the same program is compiled once more, on this rank alone: the collectives are the program's, and do
+    not depend on it.
+    """
 
     def __init__(
         self,
@@ -119,7 +124,7 @@ class SizedFunction:
 
 
 def _compiled(program: Program, how: _How, point: Mapping[str, int] | None = None) -> _Compiled:
-    """Compile a program; one with symbolic sizes for those like at a point."""
+    """Compile a program; one with symbolic sizes is compiled for sizes like those of `point`."""
     groups = how.groups
     decided = remade(program, point) if program.sizes else program
     known = symbols.known(decided.fake_mode.shape_env) if program.sizes else 0
@@ -152,7 +157,7 @@ def _compiled(program: Program, how: _How, point: Mapping[str, int] | None = Non
 
 
 def _loaded(program: Program, code: Code) -> Executable | None:
-    """What runs code that was compiled of a program like this one before; None, with a warning, where it can't be loaded here."""
+    """Return an executable of cached code; None, with a warning, where the code can't be loaded here."""
     rebuild = functools.partial(_rebuild, code.record)
     try:
         function = rebuild(code.source, {})
@@ -165,8 +170,11 @@ def _loaded(program: Program, code: Code) -> Executable | None:
 
 
 def _generated(ready: Program, held: list[fx.Node], fixed: list[int], how: _How) -> tuple[Any, str, list[Any]]:
-    """(what Inductor compiled, its source, the strides of the outputs) of a program: from one of each kind of its sections where it has equal
-    ones (see `sections`), and then still without a function; else whole."""
+    """Return (what Inductor compiled, its source, the strides of the outputs) of a program.
+
+    A program with equal sections (see `sections`) is compiled once for each kind of section, and is returned as
+    `GeneratedCode` without a function; any other one is compiled whole.
+    """
     results = ready.output_values()
     found = sections(ready, set(held), {results[at] for at in fixed})
     if found:
@@ -204,7 +212,7 @@ def _of_sections(ready: Program, found: list[Section], how: _How) -> tuple[Gener
 def _of_graph(
     module: fx.GraphModule, ready: Program, held: list[fx.Node], fixed: list[int], how: _How
 ) -> tuple[Any, str, list[Any]]:
-    """The same of one graph, which is that of a program or of a section of it."""
+    """Compile one graph, that of a program or of a section; return as `_generated` does."""
     graph = module.graph
     inductor_code.name_origins(graph)
     inductor_code.name_held(held)
@@ -227,7 +235,8 @@ def _of_graph(
 
 
 def _fits(program: Program, known: int) -> Callable[..., bool]:
-    """At which of a program's sizes what Inductor has asked of them since has the answers that it got."""
+    """Return a function that says at which sizes all that Inductor has asked of them, after the first `known` guards,
+    has the same answers."""
     if not program.sizes:
         return lambda: True
     conditions = [g.condition for g in guards_of(program.fake_mode.shape_env)[known:]]
@@ -245,9 +254,10 @@ _FALLBACK_RESULT = re.compile(
 
 
 def _rebuild(compiled: Any, source: str, names: dict[str, Any]) -> Callable[[list[Any]], Sequence[Any]]:
-    """The callable of compiled code with another source (its own one, changed) and some names in its scope.
+    """Return the callable of compiled code with an edited source and some names in its scope.
 
-    Its kernels read what torch's own operators give by the strides of their fake implementations: results that have others are laid out so.
+    Generated kernels assume that results of torch's own operators have the strides of their fake implementations:
+    other results are laid out so.
     """
     laid = _FALLBACK_RESULT.sub(
         rf"\g<indent>\g<name> = {_AS_PROMISED}(\g<name>, \g<size>, \g<strides>, '\g<of>')", source
@@ -265,7 +275,7 @@ def _as_promised(value: torch.Tensor, size: tuple[int, ...], strides: tuple[int,
 
 
 def adopt_strides(backward: Program, forward: Executable) -> None:
-    """Let the backward's saved inputs have the strides that the forward really gives."""
+    """Give the backward's saved inputs the strides that the forward really returns."""
     if not forward.strides:
         return
     chosen = {
@@ -283,8 +293,10 @@ def adopt_strides(backward: Program, forward: Executable) -> None:
 
 
 def _in_flight(saved: fx.Node) -> bool:
-    """Is a transfer at work on this value when the program ends, or has one brought it to its home? Other strides would be a copy,
-    made while it is, or elsewhere."""
+    """Return whether a collective on this value is running when the program ends, or the value is offloaded.
+
+    Other strides would need a copy, made during the transfer or outside the device.
+    """
     if info(saved).home is not None:
         return True
     starts = [n for n in (saved, *saved.users) if collectives.is_start(n)]
@@ -300,7 +312,7 @@ _COLLECTIVES = "_c10d_functional"
 
 
 def _start(lines: list[str]) -> int:
-    """Where the generated function that runs begins; the kernels' own code stands above."""
+    """Return the line at which the generated `call` function begins; the kernels' own code is above."""
     return next((i for i, line in enumerate(lines) if re.match(r"\s*def call\(", line)), 0)
 
 
@@ -310,10 +322,10 @@ def _body(source: str) -> list[str]:
 
 
 def kernels(source: str, program: Program) -> tuple[Kernel, ...]:
-    """The fused kernels of Inductor's generated code, each with the operators that it computes.
+    """Return the fused kernels of Inductor's generated code, each with the operators that it computes.
 
-    A kernel's name is its operators, sorted and joined by underscores; the program's own operators tell them apart.
-    These are the model's operators, before their decomposition.
+    A kernel's name is its operators, sorted and joined by underscores; the program's own operators tell where one
+    ends. These are the model's operators, before their decomposition.
     """
     known = {_base(str(n.target)) for n in program.graph.nodes}
     known |= {
@@ -328,7 +340,7 @@ def kernels(source: str, program: Program) -> tuple[Kernel, ...]:
 
 
 def library_calls(source: str) -> tuple[Kernel, ...]:
-    """What the generated code calls that Inductor did not make: BLAS products and torch's own kernels."""
+    """Return what the generated code calls that Inductor did not generate: BLAS products and torch's own kernels."""
     counts: dict[tuple[str, str], int] = {}
     for line in _body(source):
         if line.lstrip().startswith("#"):
@@ -344,13 +356,15 @@ def library_calls(source: str) -> tuple[Kernel, ...]:
 
 
 def launches(source: str, program: Program) -> list[fx.Node]:
-    """The program's nodes that the generated code runs by calls of their own (collectives, products, other library
-    calls), in the order in which it does."""
+    """Return the program's nodes that the generated code runs by a call of their own, in the order of the calls.
+
+    These are collectives, products and other library calls.
+    """
     return [node for _, node in launch_lines(source, program)]
 
 
 def launch_lines(source: str, program: Program) -> list[tuple[int, fx.Node]]:
-    """The same, each with the line (from 0) of its call."""
+    """Return (line of the call from 0, node) of each of these `launches`."""
     by_name = {n.name: n for n in program.graph.nodes if n.op == "call_function"}
     found: list[tuple[int, fx.Node]] = []
     origins: list[str] = []
@@ -365,9 +379,11 @@ def launch_lines(source: str, program: Program) -> list[tuple[int, fx.Node]]:
 
 
 def _check_order(source: str, program: Program, ready: Program) -> None:
-    """Every rank must start and await its collectives in the program's order, or ranks wait for each other for ever.
+    """Refuse generated code that starts or awaits collectives in another order than the program: ranks would wait for
+    each other for ever.
 
-    Of a bucket, which is one collective by now, the first member is there (`ready` is what was compiled)."""
+    A bucket is one collective in `ready`, which is what was compiled: its first member stands for it.
+    """
     there = {n.name for n in ready.graph.nodes}
     expected = [n for n in program.graph.nodes if collectives.is_start(n) or collectives.is_wait(n)]
     expected = [n for n in expected if n.name in there]
@@ -393,7 +409,8 @@ def _base(target: str) -> str:
 
 
 def _operators(text: str, known: set[str]) -> tuple[str, ...]:
-    """ "add__to_copy" -> ("add", "_to_copy"): the first split, longest names first, that uses up the text."""
+    """Split a kernel's name: "add__to_copy" -> ("add", "_to_copy"); the first split, longest names first, that uses up
+    the text."""
     if not text:
         return ()
     for end in sorted(

@@ -1,12 +1,12 @@
-"""A program that notes when each of its calls begins and ends: what its operators take, as they really run.
+"""A program that records when each of its calls begins and ends: what its operators really take.
 
-*Contract.* A `Timed` runs the very code of its executable, with clock reads written into it around every line that runs
-one node by itself (a product, a library call; in an eager program every operator). What runs between two such lines are
+*Contract.* A `Timed` runs the very code of its executable, with clock reads written into it around every line that
+runs one node by itself (a product, a library call; in an eager program every operator). Between two such lines run
 fused kernels, allocations and frees; their time belongs to the nodes that stand between the two in the program, and is
-shared out by what these would cost on a roofline. So the seconds of a program's nodes add up to its whole time.
+divided among them in proportion to their roofline times. So the seconds of a program's nodes add up to its whole time.
 
-While `settles` is true each collective is waited for where it starts. Nothing is then in flight beside a kernel, and what
-the link costs is in no operator's time. Else it runs as it is, and its kernels take longer by what transfers take from them.
+While `settles` is true each collective is waited for where it starts. Nothing then runs beside a kernel, and the time
+of links is in no operator's time. Else the program runs as it is, and transfers beside its kernels slow these down.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Stopwatch:
         return event
 
     def between(self, start: Any, end: Any) -> float:
-        """Seconds from one moment to another; on CUDA this waits for the device."""
+        """Return the seconds from one moment to another; on CUDA this waits for the device."""
         if self.device.type != "cuda":
             return float(end - start)
         end.synchronize()
@@ -54,9 +54,9 @@ class Stopwatch:
 
 @dataclass(frozen=True)
 class Run:
-    """Seconds before, in, between and after the calls of one run."""
+    """The durations of one run."""
 
-    intervals: list[float]
+    intervals: list[float]  # seconds before, in, between and after the calls: odd positions are calls
 
     @property
     def seconds(self) -> float:
@@ -64,7 +64,7 @@ class Run:
 
 
 class Timed:
-    """Runs in the place of `executable.function` (see `install`)."""
+    """A function that runs in place of `executable.function` (see `install`) and records moments."""
 
     def __init__(self, executable: Executable, watch: Stopwatch) -> None:
         self.executable = executable
@@ -101,20 +101,22 @@ class Timed:
         return value
 
     def take(self) -> list[Run]:
-        """The runs since this was last asked for; on CUDA this waits for the device."""
+        """Return the runs since the last call of `take`; on CUDA this waits for the device."""
         records, self._records = self._records, []
         return [Run([self.watch.between(a, b) for a, b in itertools.pairwise(r)]) for r in records]
 
     def starts(self, run: Run) -> tuple[float, int]:
-        """(seconds in starts of collectives, number of starts) of a run."""
+        """Return (seconds in starts of collectives, number of starts) of a run."""
         nodes = list(self.executable.program.graph.nodes)
         calls = [(nodes[at], run.intervals[2 * i + 1]) for i, (_, at) in enumerate(self.executable.calls)]
         found = [seconds for node, seconds in calls if collectives.is_start(node)]
         return sum(found), len(found)
 
     def longer(self, alone: Sequence[Run], beside: Sequence[Run]) -> float:
-        """How many seconds more its computing takes with transfers `beside` it: the sum over calls of their medians'
-        differences."""
+        """Return how many seconds more its computation takes with transfers `beside` it than `alone`.
+
+        It is the sum of the differences of medians over all intervals but starts and waits.
+        """
         if not alone or not beside:
             return 0.0
         nodes = list(self.executable.program.graph.nodes)
@@ -126,10 +128,10 @@ class Timed:
         return sum(medians[1][i] - medians[0][i] for i in counted)
 
     def seconds(self, taken: Sequence[Run], costs: Costs) -> dict[fx.Node, float]:
-        """The seconds of each node that computes, in these runs.
+        """Return the seconds of each node that computes, in these runs.
 
-        They are medians over runs, and stretched to add up to the median run: on a machine with something else to do the
-        median of a sum is more than the sum of medians. `costs` share a fused kernel's time out among its nodes.
+        They are medians over runs, scaled to add up to the median run: on a busy machine the median of a sum is more
+        than the sum of medians. `costs` divides a fused kernel's time among its nodes.
         """
         runs = [run.intervals for run in taken]
         estimate = costs.compute(self.executable.program)
@@ -140,7 +142,8 @@ class Timed:
 
 
 def instrumented(executable: Executable) -> str:
-    """The executable's source with a mark before and after each of its calls, and a wait after each start of a collective."""
+    """Return the executable's source with a mark before and after each of its calls, and a wait after each start of a
+    collective."""
     nodes = list(executable.program.graph.nodes)
     calls = dict(executable.calls)
     lines = []
@@ -161,11 +164,13 @@ def instrumented(executable: Executable) -> str:
 
 
 def shared(intervals: Sequence[float], executable: Executable, estimate: dict[fx.Node, float]) -> dict[fx.Node, float]:
-    """The seconds of each node that computes, of the times before, in, between and after an executable's calls. Within a
-    kernel they are shared out by `estimate`, which has all nodes that compute.
+    """Return the seconds of each node that computes, from the `intervals` before, in, between and after an
+    executable's calls.
 
-    What a node that does not compute takes (a view, in an eager program), and what is between two calls with no node of
-    its own there, is the next one's. Starts of collectives and waits count for nothing: see `zgraph.machine.link_benchmark`.
+    The time of a fused kernel is divided among its nodes in proportion to `estimate`, which has all nodes that
+    compute. The time of a node that does not compute (a view, in an eager program), and the time between two calls
+    with no node between them, is added to the next node. Starts of collectives and waits are not counted: see
+    `zgraph.machine.link_benchmark`.
     """
     nodes = list(executable.program.graph.nodes)
     at = sorted(p for _, p in executable.calls)

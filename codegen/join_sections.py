@@ -1,8 +1,10 @@
-"""Inductor's code for the sections of a program as one source: kernels of equal sections are there once, their calls once for each section.
+"""Inductor's code for the sections of a program as one source: kernels of equal sections are defined once, their calls
+written for each section.
 
-The body that Inductor wrote for a kind of section is written again for each of its sections, in order, in one function. So nothing is called
-for a section, what it takes dies where Inductor lets it die, and whoever reads the code (the order of collectives, errors, profiles)
-reads one program. Values that cross a cut are the variables `x0`, `x1`, …; a section's own are gone at its end.
+The body that Inductor wrote for a kind of section is repeated for each of its sections, in order, in one function. So
+no function is called for a section, its inputs are freed where Inductor frees them, and whoever reads the code (the
+order of collectives, errors, profiles) reads one program. Values that cross a cut are the variables `x0`, `x1`, …; a
+section's own variables are deleted at its end.
 """
 
 from __future__ import annotations
@@ -26,23 +28,23 @@ _KERNEL = "async_compile."  # what a kernel's definition begins with
 
 
 class UnknownFormError(Exception):
-    """The generated code has a form that can't be taken apart."""
+    """Generated code has a form that can't be taken apart."""
 
 
 @dataclass(frozen=True)
 class GeneratedCode:
-    """Inductor's source for a graph, with the tensors that it holds, by name, and the positions of the inputs that it reads as if aligned in
-    memory, and of those that it writes to. `record` is None where another process can't run it."""
+    """Inductor's source for a graph, with what running it needs."""
 
-    source: str
-    constants: Mapping[str, Any]
-    inputs_to_check: Sequence[int]
-    mutated_input_idxs: Sequence[int]
-    record: CodeRecord | None
+    source: str  # the generated source
+    constants: Mapping[str, Any]  # the tensors that the code reads, by name
+    inputs_to_check: Sequence[int]  # positions of inputs that it reads as if aligned in memory
+    mutated_input_idxs: Sequence[int]  # positions of inputs that it writes to
+    record: CodeRecord | None  # what another process needs to load the code; None where it can't
 
 
 def join(program: Program, found: Sequence[Section], codes: Mapping[str, GeneratedCode]) -> GeneratedCode:
-    """The code of `program` (ready for code generation) from that of its sections, by their keys. Raises `UnknownFormError`."""
+    """Return the code of `program` (ready for code generation), joined from its sections' codes by key. Raises
+    `UnknownFormError`."""
     top = _Definitions()
     bodies = {key: _body(code.source, top.add(code)) for key, code in codes.items()}
     variables = {node: f"x{i}" for i, node in enumerate(program.placeholders())}
@@ -50,7 +52,7 @@ def join(program: Program, found: Sequence[Section], codes: Mapping[str, Generat
     checked: set[int] = set()
     written: set[int] = set()
     lines = [f"{_listed(variables.values())} = args", "args.clear()"]
-    shifted: set[fx.Node] = set()  # values that may lie anywhere in memory
+    shifted: set[fx.Node] = set()  # values that may begin within a buffer, at any alignment
     for section in found:
         body, code = bodies[section.key], codes[section.key]
         for node in (section.takes[at] for at in code.inputs_to_check):
@@ -72,7 +74,7 @@ def join(program: Program, found: Sequence[Section], codes: Mapping[str, Generat
 
 
 def _calls(section: Section, body: _Body, variables: Mapping[fx.Node, str]) -> Iterator[str]:
-    """A section's lines: Inductor's, which name this section's nodes."""
+    """Yield the lines of one section: those of its kind's body, with this section's nodes and variables."""
     nodes = {name: node for node, name in section.names().items()}
     left = {node: [variables[n] for n in dead] for node, dead in section.after.items()}
     yield f"{_listed(body.arguments)} = {_listed(variables[n] for n in section.takes)}"
@@ -97,7 +99,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 class _Definitions:
-    """What stands above the function: imports and names once, kernels under names of their own."""
+    """What stands above the function: imports and names once, kernels under names that are unique."""
 
     def __init__(self) -> None:
         self.header: dict[str, None] = {}
@@ -106,7 +108,7 @@ class _Definitions:
         self.constants: dict[str, Any] = {}
 
     def add(self, code: GeneratedCode) -> dict[str, str]:
-        """Add those of a section's code; return what its names are called here."""
+        """Add the definitions of a section's code; return the new name of each by its old one."""
         renamed: dict[str, str] = {}
         for statement in ast.parse(code.source).body:
             if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
@@ -141,19 +143,20 @@ class _Definitions:
 
 @dataclass(frozen=True)
 class _Body:
-    """A generated function: the names of its arguments, its lines, the expressions that it returns, the variables that are left at its
-    end, and the positions of results that begin within a buffer."""
+    """The body of a generated function."""
 
-    arguments: tuple[str, ...]
-    lines: tuple[str, ...]
-    results: tuple[str, ...]
-    left: tuple[str, ...]
-    shifted: frozenset[int]
+    arguments: tuple[str, ...]  # names of its arguments
+    lines: tuple[str, ...]  # its lines between unpacking the arguments and the return, without indentation
+    results: tuple[str, ...]  # the expressions that it returns
+    left: tuple[str, ...]  # variables that are alive at its end
+    shifted: frozenset[int]  # positions of results that may begin within a buffer
 
 
 def _body(source: str, renamed: Mapping[str, str]) -> _Body:
-    """The function of a source, with other names for what stands above it. Raises `UnknownFormError` where it is more than one straight run
-    from its arguments to its results."""
+    """Return the function of a source, with the names defined above it replaced by their new ones.
+
+    Raises `UnknownFormError` where it is more than one straight run from its arguments to its results.
+    """
     function = next(
         (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef) and n.name == "call"), None
     )
@@ -204,7 +207,7 @@ def _straight(statements: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _is_shifted(value: ast.expr, known: Mapping[str, bool]) -> bool:
-    """Whether this expression of generated code may begin within a buffer."""
+    """Return whether this expression of generated code may begin within a buffer."""
     match value:
         case ast.Name(id=name):
             return known.get(name, False)

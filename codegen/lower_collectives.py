@@ -1,12 +1,12 @@
-"""Fits a program's collectives and moves to what will carry them.
+"""Rewrites a program's collectives and offload transfers for the backends that run them.
 
 A bucket becomes one coalesced collective: one launch over NCCL, and no tensor is copied for it.
 
 Over gloo the functional gather and reduce-scatter are coalesced ones of one tensor, and gloo's coalesced collectives
-corrupt memory when another is in flight beside them (torch 2.13: of two ranks that kept eight gathers in flight one died
-within 40 s, twice out of twice; see also pytorch#65231). Its other ones do not: 186,000 gathers into a tensor of the caller's and 441,000
-all-reduces side by side ended well. So over gloo no bucket is joined, a gather is zgraph's own operator, and a reduce-scatter is written
-as what it is there, an all-reduce of which a rank keeps its part.
+corrupt memory when another runs beside them (torch 2.13: of two ranks that kept eight gathers in flight one died
+within 40 s, twice out of twice; see also pytorch#65231). Its other ones do not: 186,000 gathers into a tensor of the
+caller's and 441,000 all-reduces side by side ended well. So over gloo no bucket is joined, a gather is zgraph's own
+operator, and a reduce-scatter is an all-reduce of which each rank keeps its part.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ aten = torch.ops.aten
 
 
 def fit(program: Program, groups: dict[str, str]) -> None:
-    """Put the names of the process groups (by mesh dimension, or part of one) and of the stores (by tier) into a program that is about to be
-    compiled, and rewrite what their backends need otherwise. Nodes keep their names: errors and the order read back speak of
-    the same ones."""
+    """Rewrite a program that is about to be compiled for the backends of its process groups.
+
+    Names of process groups (by mesh dimension, or part of one) and of stores (by tier) are put in. Nodes keep their
+    names: errors and the order that is read back from generated code name the same ones.
+    """
     for start in [n for n in program.graph.nodes if collectives.is_start(n)]:
         if start._erased:
             continue
@@ -57,7 +59,8 @@ def fit(program: Program, groups: dict[str, str]) -> None:
 
 
 def _in_place(program: Program, wait: fx.Node) -> None:
-    """A wait as the write that it is: whoever reads the value then stands after it, whatever is fused."""
+    """Replace a wait by an operator that writes to the value in place: readers of the value then stay behind it,
+    whatever is fused."""
     start = wait.all_input_nodes[0]
     with program.graph.inserting_before(wait):
         landed = program.call(transfers_to_host.MOVED_IN_PLACE, wait.args, info(wait), name="landed")
@@ -68,7 +71,8 @@ def _in_place(program: Program, wait: fx.Node) -> None:
 
 
 def _as_all_to_all(program: Program, start: fx.Node, group: str, rank: int) -> None:
-    """A transfer to the next rank: all that is sent is sent there, all that comes is of the one before."""
+    """Replace a shift to the next rank by an all-to-all: all rows are sent to the next rank and received from the one
+    before."""
     given, ranks = start.args[:2]
     rows = tensor(start).shape[0]
     sent, taken = ([rows if r == other % ranks else 0 for r in range(ranks)] for other in (rank + 1, rank - 1))  # type: ignore[operator,arg-type]

@@ -1,4 +1,5 @@
-"""A program run operator by operator, which shows each value as soon as it is there: to find where one came into being.
+"""Runs a program operator by operator and shows each value as soon as it is computed, to find where a value comes
+from.
 
 Collectives are waited for where they start. Random numbers are those that the program draws when it is compiled.
 """
@@ -23,8 +24,11 @@ aten = torch.ops.aten
 
 
 def run_stepwise(ready: Program, values: Sequence[Any], seen: Callable[[fx.Node, Any], None]) -> None:
-    """Run a program that was made ready for code generation (`lowered`); `values` are those of its inputs. `seen(node, value)` is called
-    for each node in order: for a value that moves, when it has landed. All ranks must call it."""
+    """Run a program that was made ready for code generation (`lowered`) on the `values` of its inputs.
+
+    `seen(node, value)` is called for each node in order; for a value that is fetched or offloaded, once the transfer
+    is complete. All ranks must call it.
+    """
     held: dict[fx.Node, Any] = {}
     left = {node: len(node.users) for node in ready.graph.nodes}
     given = iter(values)

@@ -42,21 +42,21 @@ _BACKWARD_ONLY = (
 
 @dataclass
 class Parts:
-    """The executable programs of one joint program. `backward` is None for a forward without gradients; `ahead` are those
-    that run before the forward, in order. `weights` is what of the backward is left for later where it was split `apart`."""
+    """The executable programs of one joint program."""
 
-    forward: Program
-    backward: Program | None
-    ahead: tuple[Program, ...] = ()
-    weights: Program | None = None
+    forward: Program  # the forward
+    backward: Program | None  # the backward, or the first of its two parts; None for a forward without gradients
+    ahead: tuple[Program, ...] = ()  # programs that run before the forward, in order
+    weights: Program | None = None  # the second part of a backward that was split `apart`: the gradients of the weights
 
 
 def split(program: Program, *, apart: bool = False) -> Parts:
-    """Split `program`; it is not changed. Raises `CaptureError` if a value that crosses is no tensor.
+    """Split `program`, which is not changed. Raises `CaptureError` if a value that crosses to the backward is no
+    tensor.
 
-    If the backward is to be in two parts (`apart`), the first is what earlier pipeline stages wait for, and the gradients of the weights are in
-    the second, which takes from the first what both read (Qi et al., 2023, "Zero Bubble Pipeline Parallelism"). Where nobody waits, there
-    is no first.
+    With `apart` the backward becomes two parts: the first computes what earlier pipeline stages wait for, the second
+    the gradients of the weights, and takes from the first what both read (Qi et al., 2023, "Zero Bubble Pipeline
+    Parallelism"). Where no stage waits, there is no first part.
     """
     joint = program.snapshot()
     ahead = _cut_ahead(joint)
@@ -93,13 +93,17 @@ def split(program: Program, *, apart: bool = False) -> Parts:
 def _apart(
     joint: Program, taken: list[tuple[Port, fx.Node]], gradients: list[tuple[Port, fx.Node]]
 ) -> tuple[Program | None, Program | None]:
-    """What gives the values that go back, and what gives the gradients of the weights. `taken` are the inputs of both together."""
+    """Return the two parts of the backward: what computes the values for earlier stages, and what computes the
+    gradients of the weights.
+
+    `taken` are the inputs of both together.
+    """
     back = [item for item in gradients if item[0].role is OutputRole.RETURNED]
     own = [item for item in gradients if item[0].role is not OutputRole.RETURNED]
     given = {n for _, n in taken}
     of_inputs = _needed([n for _, n in back], given, joint, Phase.BACKWARD)
     of_inputs |= {u for n in of_inputs for u in n.users if u.target is operator.getitem}
-    # (looked at, or calculated, a second time, and not handed over)
+    # (views, constants and sizes are computed a second time, and not handed over)
     again = {n for n in of_inputs if is_view(n) or n.op == "get_attr" or is_symbolic(n.meta.get("val"))}
     of_weights = _needed([n for _, n in own], given | of_inputs - again, joint, Phase.BACKWARD)
     read = {a for n in of_weights for a in n.all_input_nodes} | {n for _, n in own}
@@ -121,7 +125,8 @@ def _apart(
 
 
 def _cut_ahead(joint: Program) -> tuple[Program, ...]:
-    """Take the gathers that start before the forward out of `joint`, which gets them as inputs instead."""
+    """Take the gathers that start before the forward out of `joint`, which gets them as inputs instead; return their
+    programs."""
     buckets: dict[str, list[Transfer]] = {}
     for gather in gathers_of(joint):
         if info(gather.start).ahead:
@@ -143,8 +148,11 @@ def _cut_ahead(joint: Program) -> tuple[Program, ...]:
 
 
 def _crossing(joint: Program, backward: list[fx.Node], gradients: list[fx.Node]) -> list[fx.Node]:
-    """The forward's nodes that the backward reads, in graph order. (A release reads nothing: the buffer of a weight that is
-    held goes with the view that the backward takes, and would outlive it as an input of its own. Arithmetic on sizes is done again.)"""
+    """Return the forward's nodes that the backward reads, in graph order.
+
+    A release does not count as reading: the buffer of a kept weight is released with the view that the backward takes,
+    and would outlive it as an input of its own. Arithmetic on sizes is left out, since the backward repeats it.
+    """
     found: dict[fx.Node, None] = {}
     readers = [n for n in backward if n.target is not ops.RELEASE]
     for node in [*(u for n in readers for u in n.all_input_nodes), *gradients]:
@@ -173,7 +181,8 @@ def _protect_mutated(
     backward: list[fx.Node],
     gradients: list[tuple[Port, fx.Node]],
 ) -> list[fx.Node]:
-    """A buffer that the forward updates and the backward reads is saved as it was before the update."""
+    """Save a buffer that the forward updates and the backward reads as it was before the update; return the new
+    `crossing`."""
     mutated = {p.name for p in joint.outputs if p.role is OutputRole.MUTATION}
     result = []
     for node in crossing:
@@ -194,7 +203,10 @@ def _protect_mutated(
 
 
 def _look_again(joint: Program, crossing: list[fx.Node]) -> list[fx.Node]:
-    """Of a value that crosses, views that would cross as well are made again in the backward: whoever weighs its inputs would count it twice."""
+    """Repeat views of saved values in the backward instead of saving them too; return the new `crossing`.
+
+    A view that is saved beside its base would be counted twice in the bytes of the backward's inputs.
+    """
     held = {n for n in crossing if n.op != "placeholder"} - {n for _, n in joint.output_items()}
     for node in [n for n in crossing if n in held and is_view(n)]:
         chain = [node]

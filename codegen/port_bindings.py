@@ -1,4 +1,5 @@
-"""Which value goes into each input of a program, and which of its outputs are for what: read off its ports once, when it first runs."""
+"""Binds a program's ports to values: a source for each input, the purpose of each output; read from the ports once,
+when it first runs."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ class Sources:
         self._set(by_role)
 
     def and_for_call(self, by_role: Mapping[InputRole, Source]) -> Sources:
-        """These sources, with those of one call besides."""
+        """Return these sources, with those of one call added."""
         made = Sources.__new__(Sources)
         made.functions = self.functions.copy()
         made._set(by_role)
@@ -49,16 +50,16 @@ class Bindings:
             self._outputs[port.role].append((at, port))  # type: ignore[index]
 
     def values(self, sources: Sources) -> list[Any]:
-        """The values that the program takes, in its order."""
+        """Return the values of the program's inputs, in its order."""
         functions = sources.functions
         return [functions[number](key) for number, key in self._slots]
 
     def positions(self, roles: frozenset[InputRole]) -> tuple[int, ...]:
-        """Positions of the inputs that have one of these roles."""
+        """Return the positions of the inputs that have one of these roles."""
         if roles not in self._positions:
             self._positions[roles] = tuple(at for at, port in enumerate(self._inputs) if port.role in roles)
         return self._positions[roles]
 
     def outputs(self, role: OutputRole) -> list[tuple[int, Port]]:
-        """Positions and ports of the outputs that have this role."""
+        """Return positions and ports of the outputs that have this role."""
         return self._outputs[role]

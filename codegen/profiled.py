@@ -1,4 +1,4 @@
-"""Runs an eager program node by node while a profiler looks on, in ranges named after modules and passes.
+"""Runs an eager program node by node under a profiler, in ranges named after modules and passes.
 
 A range spans neighbouring nodes of one module (or, for nodes that a pass inserted, of one pass and parameter):
 "zgraph:forward model.layers.0.mlp", "zgraph:shard_parameters gather model.layers.0.mlp.up_proj.weight".
@@ -18,15 +18,17 @@ from zgraph.program.node import NodeInfo, info
 
 
 def range_name(record: NodeInfo) -> str:
-    """What a profile shows for a node."""
+    """Return the name of the profiler's range for a node with this record."""
     if record.made_by == "capture":
         return f"zgraph:{record.phase} {record.module or '(root)'}"
     return f"zgraph:{record.made_by} {record.role} {record.param or record.module or '(root)'}"
 
 
 def run_profiled(module: fx.GraphModule, values: list[Any], keep: Callable[[str, Any], Any]) -> Sequence[Any]:
-    """Run a boxed eager module on `values` (emptied) inside named ranges; the same operators in the same order. `keep` gives what a
-    node's value is to be for its readers."""
+    """Run a boxed eager module on `values` (emptied) inside named ranges: the same operators in the same order.
+
+    `keep(name, value)` returns the value that a node's readers get.
+    """
     environment: dict[fx.Node, Any] = {}
     left = {node: len(node.users) for node in module.graph.nodes}
     nodes = [n for n in module.graph.nodes if n.op != "output"]

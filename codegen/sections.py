@@ -49,20 +49,18 @@ _READS_OPERAND = {*collectives.known_targets(), *collectives.COALESCED.values()}
 
 @dataclass(frozen=True, eq=False)
 class Section:
-    """A section of a program. `nodes` are the program's, in the order in which they run; `takes` and `gives` what crosses its cuts. `held`
-    are those it takes that live on; of what it gives `fixed` have the program's strides. `drops` die as it takes them, those in
-    `after` when the wait is done."""
+    """A section of a program."""
 
-    nodes: tuple[fx.Node, ...]
-    takes: tuple[fx.Node, ...]
-    gives: tuple[fx.Node, ...]
-    held: frozenset[fx.Node]
-    fixed: frozenset[fx.Node]
-    drops: tuple[fx.Node, ...] = ()
-    after: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
+    nodes: tuple[fx.Node, ...]  # the program's nodes, in the order in which they run
+    takes: tuple[fx.Node, ...]  # values that it reads from outside
+    gives: tuple[fx.Node, ...]  # values that later sections or the caller read
+    held: frozenset[fx.Node]  # those of `takes` that live on after it
+    fixed: frozenset[fx.Node]  # those of `gives` that have the program's strides
+    drops: tuple[fx.Node, ...] = ()  # those of `takes` that are freed as it takes them
+    after: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # values that are freed after a wait, by the wait
 
     def names(self) -> dict[fx.Node, str]:
-        """What its nodes are called in `module`: the same in equal sections."""
+        """Return the name of each node in `module`: the same in equal sections."""
         return {node: f"v{i}" for i, node in enumerate((*self.takes, *self.nodes))}
 
     @functools.cached_property
@@ -84,7 +82,8 @@ class Section:
         return "\n".join(lines)
 
     def module(self, root: fx.GraphModule) -> fx.GraphModule:
-        """A graph module of its own, with names that are the same in equal sections. `root` has the program's constants."""
+        """Return a graph module of its own, with names that are the same in equal sections. `root` has the program's
+        constants."""
         at = self.names()
         graph = fx.Graph()
         memo: dict[fx.Node, fx.Node] = {}
@@ -102,9 +101,13 @@ class Section:
 
 
 def sections(program: Program, held: Set[fx.Node], fixed: Set[fx.Node]) -> list[Section]:
-    """The sections of a program that is ready for code generation (see `lowered`), or none where it is to be compiled whole: no layers, few equal
-    ones, symbolic sizes, values on their way to or from host memory, work that ranks divide (`tp`, `cp`). `held` are the inputs that
-    outlive it, `fixed` the outputs whose strides are the program's."""
+    """Return the sections of a program that is ready for code generation (see `lowered`), or none where it is to be
+    compiled whole.
+
+    It is compiled whole if it has no layers, few equal ones, symbolic sizes, transfers to or from host memory, or work
+    that ranks divide (`tp`, `cp`). `held` are the inputs that outlive it, `fixed` the outputs whose strides are the
+    program's.
+    """
     if program.sizes or any(transfers_to_host.is_move(n) or _is_exchange(n) for n in program.graph.nodes):
         return []
     for depth in _DEPTHS:
@@ -121,7 +124,7 @@ def sections(program: Program, held: Set[fx.Node], fixed: Set[fx.Node]) -> list[
 
 
 def _with_unequal_joined(program: Program, held: Set[fx.Node], fixed: Set[fx.Node], starts: list[int]) -> list[Section]:
-    """The sections that begin at these calls; neighbours that are like no other are one."""
+    """Return the sections that begin at these calls; neighbouring sections that equal no other are joined to one."""
     keys = [s.key for s in _Cut(program, held, fixed, starts).sections()]
     times = Counter(keys)
     alone = [times[key] == 1 for key in keys]
@@ -130,14 +133,16 @@ def _with_unequal_joined(program: Program, held: Set[fx.Node], fixed: Set[fx.Nod
 
 
 def layer_of(node: fx.Node, depth: int) -> str | None:
-    """The path of the layer that a node is of: its module's, to the number that is the `depth`th in it. None outside of layers."""
+    """Return the path of the layer that a node belongs to: its module's path up to the `depth`th number. None outside
+    of layers."""
     parts = info(node).module.split(".") if has_info(node) else []
     numbers = [i for i, part in enumerate(parts) if part.isdecimal()]
     return ".".join(parts[: numbers[depth - 1] + 1]) if len(numbers) >= depth else None
 
 
 def _starts(program: Program, depth: int) -> list[int]:
-    """The positions among a program's calls at which sections begin: the first one, where layers begin, and behind the last one."""
+    """Return the positions among a program's calls at which sections begin: the first call, where layers begin, behind
+    the last layer."""
     places: dict[str, list[int]] = defaultdict(list)
     computing = []
     for at, node in enumerate(_calls(program)):
@@ -160,11 +165,11 @@ def _calls(program: Program) -> list[fx.Node]:
 
 
 class _NotTensors(Exception):
-    """Something else than a tensor would cross a cut."""
+    """A value that is no tensor would cross a cut."""
 
 
 class _Cut:
-    """A program on its way into sections, of which the calls from one of the `starts` to the next are one."""
+    """A program on its way into sections: the calls from one of the `starts` to the next are one section."""
 
     def __init__(self, program: Program, held: Set[fx.Node], fixed: Set[fx.Node], starts: list[int]) -> None:
         self.calls = _calls(program)
@@ -179,7 +184,7 @@ class _Cut:
             self.of[self.owner[node]].append(node)
 
     def sections(self) -> list[Section]:
-        """All sections in order; one that has only what is repeated elsewhere is empty. Raises `_NotTensors`."""
+        """Return all sections in order; one that has only repeated nodes is empty. Raises `_NotTensors`."""
         nodes = [list(self._nodes(number)) for number in range(len(self.of))]
         takes = [self._takes(number, own) for number, own in enumerate(nodes)]
         last = {node: number for number, taken in enumerate(takes) for node in taken}
@@ -204,7 +209,8 @@ class _Cut:
         return found
 
     def _nodes(self, number: int) -> Iterator[fx.Node]:
-        """What runs in a section, in order: its own calls, and before the first reader of each what is repeated in it."""
+        """Yield the nodes of a section in order: its own calls, and views and constants repeated before their first
+        reader."""
         there: set[fx.Node] = set()
         for node in self.of[number]:
             if _is_repeated(node) and node not in self.results:
@@ -225,8 +231,11 @@ class _Cut:
         return tuple(dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in inside))
 
     def _waits(self) -> dict[fx.Node, fx.Node]:
-        """What must live until a wait in a later section, since a collective that started in an earlier one reads it; each with the last such
-        wait."""
+        """Return the values that must live until a wait in a later section, since a collective of an earlier one reads
+        them.
+
+        Each value is given with the last such wait.
+        """
         found: dict[fx.Node, fx.Node] = {}
         for start in self.calls:
             if start.target not in _READS_OPERAND:

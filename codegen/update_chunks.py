@@ -1,7 +1,8 @@
-"""An update program as few compiled pieces: what is the same for several parameters is compiled once.
+"""An update program as few compiled pieces: what several parameters have in common is compiled once.
 
-Compiled whole, an update of 300 parameters takes Inductor most of a minute. So each of its groups (`zgraph/passes/update/group_updates.py`) is a
-chunk, and chunks with equal graphs share one executable. Moves between groups run operator by operator.
+Compiled whole, an update of 300 parameters takes Inductor most of a minute. So each of its groups
+(`zgraph/passes/update/group_updates.py`) is a chunk, and chunks with equal graphs share one executable. Transfers to
+and from tiers run operator by operator between groups.
 """
 
 from __future__ import annotations
@@ -27,17 +28,19 @@ from zgraph.torch_compat import fx_graphs
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """A part of an update: the names of the values it takes and gives, what runs it, the parameters whose shards it writes."""
+    """A part of an update program."""
 
-    executable: Executable
-    takes: tuple[str, ...]
-    gives: tuple[str, ...]
-    writes: tuple[str, ...] = ()
+    executable: Executable  # what runs it
+    takes: tuple[str, ...]  # names of the values that it reads
+    gives: tuple[str, ...]  # names of the values that it computes
+    writes: tuple[str, ...] = ()  # parameters whose shards it writes
 
 
 class UpdateExecutable:
-    """Runs an update's chunks over values by name, each of which dies after its last use. Those that only parameters named in
-    `late` need run after all others, and may run later."""
+    """Runs an update's chunks over values by name; each value is freed after its last use.
+
+    Chunks that only the parameters in `late` need run after all others, and may run later.
+    """
 
     def __init__(self, program: Program, chunks: list[Chunk], late: Collection[str] = ()) -> None:
         self.program = program
@@ -56,8 +59,11 @@ class UpdateExecutable:
     def run(
         self, values: list[Any], written: Callable[[Sequence[str]], None] = lambda names: None
     ) -> tuple[list[Any], Callable[[], None]]:
-        """The values of the program's outputs, and what runs the late chunks; `values`, those of its inputs in order, is emptied.
-        `written` is told the parameters that are done."""
+        """Return the values of the program's outputs, and a function that runs the late chunks.
+
+        `values` are those of the inputs in order; the list is emptied. `written` is called with the names of
+        parameters whose update is done.
+        """
         held = dict(zip((n.name for n in self.program.placeholders()), values, strict=True))
         values.clear()
         for at in range(self._now):
@@ -83,12 +89,12 @@ class UpdateExecutable:
 
     @property
     def executables(self) -> list[Executable]:
-        """Those compiled: one for each kind of chunk."""
+        """The compiled ones: one for each kind of chunk."""
         return list({id(c.executable.function): c.executable for c in self.chunks}.values())
 
 
 def _late(chunks: list[Chunk], params: Collection[str]) -> list[Chunk]:
-    """The chunks of these parameters alone, and of moves, of which no other takes anything."""
+    """Return the chunks that serve these parameters alone, and transfers, whose results no other chunk takes."""
 
     def only(chunk: Chunk) -> bool:
         nodes = [n for n in chunk.executable.program.graph.nodes if n.op == "call_function"]
@@ -106,8 +112,10 @@ def _late(chunks: list[Chunk], params: Collection[str]) -> list[Chunk]:
 def compile_chunks(
     program: Program, compile_one: Callable[[Program], Executable], late: Collection[str] = ()
 ) -> UpdateExecutable:
-    """Compile each kind of chunk of `program` (in place and grouped, see `write_in_place` and `group_updates`) once. `late`: see
-    `UpdateExecutable`."""
+    """Compile each kind of chunk of `program` once (in place and grouped, see `write_in_place` and `group_updates`).
+
+    For `late` see `UpdateExecutable`.
+    """
     made: dict[str, Executable] = {}
     chunks: list[Chunk] = []
     places = {node: port.name for port, node in program.input_items() if port.role is InputRole.PARAMETER}
@@ -125,10 +133,12 @@ def compile_chunks(
 
 
 def compile_chunk(part: Program, groups: dict[str, str], kept: KeptCode | None = None) -> Executable:
-    """Compile a chunk with Inductor, or take its code from where it is `kept`, but for moves.
-    On CUDA the updates of several parameters become one kernel; numbers do not (torch 2.13 fails to combine those of half precision).
-    Muon's iteration in bfloat16 rounds as torch's does: what a kernel
-    keeps in float32 would be another 1% of an update."""
+    """Compile a chunk with Inductor, or take its code from the cache `kept`; a chunk of transfers runs eagerly.
+
+    On CUDA the updates of several parameters become one kernel; updates of numbers do not (torch 2.13 fails to combine
+    those of half precision). Muon's iteration in bfloat16 rounds as torch's does: keeping intermediate values in
+    float32 would change an update by 1%.
+    """
     if any(transfers_to_host.is_move(n) for n in part.graph.nodes):
         return compile_eager(part, groups)
     own = any(info(n).param is not None for n in part.graph.nodes if n.op == "call_function")
@@ -136,7 +146,7 @@ def compile_chunk(part: Program, groups: dict[str, str], kept: KeptCode | None =
 
 
 def canonical(part: Program) -> str:
-    """A program's operators, arguments and types without names: equal for programs that are compiled alike."""
+    """Return a program's operators, arguments and types without names: equal for programs that are compiled alike."""
     at = {node: f"v{i}" for i, node in enumerate(part.graph.nodes)}
     lines = []
     for node in part.graph.nodes:

@@ -1,6 +1,7 @@
-"""Triton's kernels for zgraph's own operators on CUDA devices; everywhere else these run as they are written in torch's operators.
+"""Triton kernels for zgraph's own operators on CUDA devices; on other devices these run as torch's operators.
 
-Where Triton is not installed, and for what the kernels do not serve (see `served`), CUDA devices take torch's operators as well.
+Where Triton is not installed, and for formats that the kernels do not serve (see `served`), CUDA devices run torch's
+operators as well.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from zgraph.program import block_quantization
 
-MOST_BLOCK = 16384  # elements that a kernel holds at once
+MOST_BLOCK = 16384  # elements that one program of a kernel holds at once
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -23,7 +24,8 @@ def _has_triton() -> bool:
 
 
 def served(format: str, block: int, dtype: torch.dtype) -> bool:
-    """Whether the kernels serve a format: one with scales, in blocks that a kernel holds, which share no byte."""
+    """Return whether the kernels serve a format: one with scales, in blocks that a kernel can hold and that share no
+    byte."""
     apart = format != "int4" or block % 2 == 0
     return format in block_quantization.LARGEST and block <= MOST_BLOCK and apart and dtype in DTYPES
 

@@ -31,14 +31,14 @@ _MAGIC = tl.constexpr(12582912.0)
 
 @triton.jit
 def _whole(x, largest: tl.constexpr):
-    """The nearest whole number up to the largest; 0 of NaN."""
+    """Return x rounded to the nearest integer, at most `largest` in absolute value; 0 for NaN."""
     x = tl.where(x == x, x, 0.0)
     return tl.minimum(tl.maximum((x + _MAGIC) - _MAGIC, -largest), largest).to(tl.int32)
 
 
 @triton.jit
 def _fp8_of(x):
-    """The bits of float8_e4m3fn nearest to x, the even ones of two; NaN for what is not finite or too large."""
+    """Return the bits of x rounded to float8_e4m3fn, ties to even; NaN for what is not finite or too large."""
     bits = x.to(tl.uint32, bitcast=True)
     sign = (bits >> 24) & 128
     size = bits & 0x7FFFFFFF
@@ -50,7 +50,7 @@ def _fp8_of(x):
 
 @triton.jit
 def _of_fp8(byte):
-    """The number that these bits of float8_e4m3fn are."""
+    """Return the number that these bits of float8_e4m3fn stand for."""
     bits = byte.to(tl.int32)
     exponent, mantissa = (bits >> 3) & 15, bits & 7
     power = ((tl.where(exponent == 0, 1, exponent) + 117) << 23).to(tl.float32, bitcast=True)  # 2^(exponent - 10)
@@ -61,7 +61,7 @@ def _of_fp8(byte):
 
 @triton.jit
 def _load_scale(at):
-    """A float32 of four bytes that lie anywhere."""
+    """Load a float32 from four bytes at any alignment."""
     four = tl.arange(0, 4)
     return (
         tl.sum(tl.load(at + four).to(tl.uint32) << (8 * four).to(tl.uint32)).to(tl.uint32).to(tl.float32, bitcast=True)
@@ -75,7 +75,7 @@ def _scaled(x, scale):
 
 @triton.jit
 def _largest_of(x):
-    """The largest absolute value; NaN where one is."""
+    """Return the largest absolute value, or NaN if any element is NaN."""
     found = tl.max(tl.where(x == x, tl.abs(x), 0.0))
     return tl.where(tl.max((x != x).to(tl.int32)) > 0, float("nan"), found)
 
@@ -119,7 +119,7 @@ def quantize_kernel(
 
 @triton.jit
 def _back(sent, at, here, inside, blocks, KIND: tl.constexpr):
-    """The elements `here` of the block `at`, in float32."""
+    """Dequantize the elements `here` of the block `at` to float32."""
     payload = sent + 4 * blocks
     scale = _load_scale(sent + 4 * at)
     if KIND == 1:
@@ -159,14 +159,18 @@ def mean_kernel(
 
 
 def _told(format: str, block: int, count: int) -> tuple[tuple[int, int, int], dict[str, Any]]:
-    """(elements, blocks and bytes of a part; what kernels are compiled for). Products are not fused with sums, which would round otherwise."""
+    """Return the numbers that a kernel is called with, (elements, blocks, bytes) of a part, and the options that it is
+    compiled with.
+
+    Products are not fused with sums: a fused product is rounded differently from torch's operators.
+    """
     length = max(2, triton.next_power_of_2(block))
     options = {"BLOCK": block, "LEN": length, "KIND": KINDS[format], "enable_fp_fusion": False}
     return (count, math.ceil(count / block), bytes_of(count, format, block)), options
 
 
 def quantize(x: Tensor, format: str, block: int, parts: int) -> Tensor:
-    """`zgraph::to_blocks`."""
+    """Run `zgraph::to_blocks`."""
     sizes, options = _told(format, block, x.numel() // parts)
     sent = x.new_empty(parts * sizes[2], dtype=torch.uint8)
     if x.numel():
@@ -175,7 +179,7 @@ def quantize(x: Tensor, format: str, block: int, parts: int) -> Tensor:
 
 
 def dequantize(sent: Tensor, format: str, block: int, parts: int, shape: list[int], dtype: torch.dtype) -> Tensor:
-    """`zgraph::from_blocks`."""
+    """Run `zgraph::from_blocks`."""
     sizes, options = _told(format, block, math.prod(shape) // parts)
     x = sent.new_empty(shape, dtype=dtype)
     if x.numel():
@@ -184,7 +188,7 @@ def dequantize(sent: Tensor, format: str, block: int, parts: int, shape: list[in
 
 
 def mean(sent: Tensor, format: str, block: int, parts: int, shape: list[int], dtype: torch.dtype) -> Tensor:
-    """`zgraph::mean_of_blocks`."""
+    """Run `zgraph::mean_of_blocks`."""
     sizes, options = _told(format, block, math.prod(shape))
     x = sent.new_empty(shape, dtype=dtype)
     if x.numel():
