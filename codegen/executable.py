@@ -58,7 +58,8 @@ class Edge:
     flying: tuple[str, ...]  # names of saved values whose collective is still running when the program ends
     away: frozenset[int]  # positions of outputs that are offloaded when the program ends
     transferred: frozenset[int]  # positions of outputs that are a collective's result or a view of it
-    # (position, strides that the program was compiled for) of inputs whose strides others choose and that it does not write to (a copy would take the write)
+    # (position, strides that the program was compiled for) of inputs whose strides others choose, but for inputs that
+    # it writes to: a copy would take the write
     from_outside: tuple[tuple[int, Strides], ...]
 
     def said(self) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from zgraph.program.node import Phase, info
 
 
 def aliased_input(node: fx.Node) -> fx.Node | None:
-    """The argument whose storage this node's value shares (a view's base), None for a fresh value."""
+    """Return the argument whose storage this node's value shares (a view's base), or None for a value of its own
+    storage."""
     if node.op != "call_function":
         return None
     if node.target is operator.getitem:
@@ -32,7 +33,7 @@ def aliased_input(node: fx.Node) -> fx.Node | None:
 
 @functools.cache
 def _aliased_positions(target: torch._ops.OpOverload) -> tuple[int, ...]:
-    """The positions of arguments whose storage an operator's result may share; none where the result is fresh."""
+    """Return the positions of arguments whose storage an operator's result may share; none where it has its own."""
     schema = target._schema
     if not any(r.alias_info is not None for r in schema.returns):
         return ()
@@ -40,24 +41,24 @@ def _aliased_positions(target: torch._ops.OpOverload) -> tuple[int, ...]:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether this node is only another view of its argument's storage."""
+    """Return whether this node's value is a view of its argument's storage."""
     return aliased_input(node) is not None
 
 
 def is_cast(node: fx.Node) -> bool:
-    """Whether this node is its argument in another dtype (or a copy of it)."""
+    """Return whether this node converts its argument to another dtype (or copies it)."""
     return node.target in (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 
 
 def root_of(node: fx.Node) -> fx.Node:
-    """What a view looks at in the end, through all views between; the node itself if it is no view."""
+    """Return the base of a view, through all views between; the node itself if it is no view."""
     while (base := aliased_input(node)) is not None:
         node = base
     return node
 
 
 def mutates(node: fx.Node) -> bool:
-    """Whether this node writes to one of its arguments."""
+    """Return whether this node writes to one of its arguments."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return False
     return _writes(node.target)
@@ -65,12 +66,13 @@ def mutates(node: fx.Node) -> bool:
 
 @functools.cache
 def _writes(target: torch._ops.OpOverload) -> bool:
-    """Whether an operator writes to one of its arguments."""
+    """Return whether an operator writes to one of its arguments."""
     return any(a.alias_info is not None and a.alias_info.is_write for a in target._schema.arguments)
 
 
 def is_write(node: fx.Node) -> bool:
-    """Whether this node puts an update's result in the place of the input that it replaces (or of what was fetched of it)."""
+    """Return whether this node writes an update's result over the input that it replaces (or over what was fetched of
+    it)."""
     if node.op != "call_function" or node.target not in (torch.ops.aten.copy_.default, transfers_to_host.STORE):
         return False
     place = node.args[0]
@@ -80,7 +82,7 @@ def is_write(node: fx.Node) -> bool:
 
 
 def is_feedback(node: fx.Node) -> bool:
-    """Whether this node leaves in an input of its own what it has not sent (error feedback)."""
+    """Return whether this node writes what quantization left unsent into an input of its own (error feedback)."""
     if node.target is not TO_BLOCKS_FED:
         return False
     residual = node.args[1]
@@ -88,7 +90,7 @@ def is_feedback(node: fx.Node) -> bool:
 
 
 def aliases_of(root: fx.Node) -> list[fx.Node]:
-    """`root` and every view of it, in graph order."""
+    """Return `root` and every view of it, in graph order."""
     found = {root: None}
     stack = [root]
     while stack:
@@ -100,7 +102,7 @@ def aliases_of(root: fx.Node) -> list[fx.Node]:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Does this node draw from a random state? (Attention without dropout does not, whatever its operator could.)"""
+    """Return whether this node draws random numbers. Attention without dropout does not, though its operator could."""
     if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False
     names = [a.name for a in node.target._schema.arguments]
@@ -112,7 +114,11 @@ def is_random(node: fx.Node) -> bool:
 
 
 def made_once(node: fx.Node) -> bool:
-    """Must this value not be made again? (What was drawn would be another one, and a collective needs all ranks.)"""
+    """Return whether this value must not be recomputed.
+
+    A second draw would give other random numbers, and a collective or transfer would need all ranks, or its tier, once
+    more.
+    """
     source = node.all_input_nodes[0] if node.target is operator.getitem else node
     moves_bytes = collectives.is_start(source) or collectives.is_wait(source) or transfers_to_host.is_move(source)
     return is_random(source) or moves_bytes

@@ -1,22 +1,25 @@
-"""Numbers in few bits, as they go over a link: operators that make such bytes of a tensor and a tensor of such bytes.
+"""Quantization for collectives: operators that turn a tensor into bytes in a small format, and bytes into a tensor.
 
-A tensor is cut into parts (one for each rank that is sent one), a part into blocks of so many elements, the last one shorter. What is sent of
-a part is, in this order: of the formats with a scale the scale of each block (float32), then its elements: one byte (int8; fp8 as
-float8_e4m3fn), half a byte (int4, the earlier element in the low half), or two (bf16, fp16). An element is its block's scale times what is
-sent, and the scale is the block's largest absolute value over the largest number of the format, so that an element is wrong by at most half
-a scale (int8, int4; block-wise quantization, Dettmers et al. 2022; in collectives, ZeRO++, Wang et al. 2023).
-Infinite and NaN elements make all of their block NaN or infinite: what is not finite is never sent as if it were.
+A tensor is cut into parts (one for each rank that is sent one), a part into blocks of a fixed number of elements, the
+last one shorter. The bytes of a part are, in this order: for formats with a scale the scale of each block (float32),
+then its elements: one byte (int8; fp8 as float8_e4m3fn), half a byte (int4, the earlier element in the low half), or
+two (bf16, fp16). An element is its block's scale times the number that is sent, and the scale is the block's largest
+absolute value over the largest number of the format, so that the error of an element is at most half a scale (int8,
+int4; block-wise quantization, Dettmers et al. 2022; in collectives, ZeRO++, Wang et al. 2023). An infinite or NaN
+element makes its whole block NaN or infinite: what is not finite is never sent as if it were.
 
-An element is rounded to the nearest number of the format, or *drawn*: rounded up with the probability that makes it right on average. A
-draw's random bits are a hash of a counter that is an input of the program, of the rank's positions in the mesh, of the element's position
-in the tensor and of its block's scale: the same again for the same step, and others on each rank, at each step and in each tensor.
+An element is rounded to the nearest number of the format, or *drawn* (stochastic rounding): rounded up with the
+probability that makes it right on average. A draw's random bits are a hash of a counter that is an input of the
+program, of the rank's positions in the mesh, of the element's position in the tensor and of its block's scale: the
+same again for the same step, and different on each rank, at each step and in each tensor.
 
-`zgraph::to_blocks(x, format, block, parts) -> bytes` and `zgraph::from_blocks(bytes, format, block, parts, shape, dtype) -> x` are the ways there
-and back, of contiguous tensors whose elements the parts divide. `zgraph::mean_of_blocks(bytes, format, block, parts, shape, dtype)` is the mean
-of the parts, each of which has this shape; it is added up in float32, in the order of the parts.
-`zgraph::to_blocks_drawn(x, draws, places, …) -> bytes` draws. `zgraph::to_blocks_fed(x, residual, draws, places, scale, …) -> bytes`
-sends x + scale * residual, and leaves in the residual what was not sent of it (error feedback: Seide et al. 2014, Karimireddy et al. 2019),
-divided by the scale again; where that is not finite the residual stays as it was.
+`zgraph::to_blocks(x, format, block, parts) -> bytes` quantizes contiguous tensors whose elements the parts divide, and
+`zgraph::from_blocks(bytes, format, block, parts, shape, dtype) -> x` dequantizes them. `zgraph::mean_of_blocks(bytes,
+format, block, parts, shape, dtype)` is the mean of the parts, each of which has this shape; it is added up in float32,
+in the order of the parts. `zgraph::to_blocks_drawn(x, draws, places, …) -> bytes` draws. `zgraph::to_blocks_fed(x,
+residual, draws, places, scale, …) -> bytes` quantizes x + scale * residual, and leaves the quantization error in the
+residual (error feedback: Seide et al. 2014, Karimireddy et al. 2019), divided by the scale; where the error is not
+finite the residual stays as it was.
 """
 
 from __future__ import annotations
@@ -32,17 +35,17 @@ from zgraph.program.ops import library
 LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
 """The largest number of each format that has scales."""
 WIDE = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""Those without: elements are rounded to a dtype."""
+"""The formats without scales: elements are rounded to a dtype."""
 FORMATS = (*WIDE, "fp8", "int8", "int4")
 _BITS = {"bf16": (-126, 7), "fp16": (-14, 10), "fp8": (-6, 3)}  # the least exponent, and the bits behind the point
 ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp8": 2.0**-4}
-"""By how much of itself an element may be wrong."""
+"""The largest relative rounding error of an element."""
 
 _SCALE = 4  # bytes
 
 
 def bytes_of(elements: int, format: str, block: int) -> int:
-    """How many bytes a part of so many elements takes."""
+    """Return the number of bytes of one quantized part with this number of elements."""
     if format in WIDE:
         return 2 * elements
     payload = (elements + 1) // 2 if format == "int4" else elements
@@ -50,7 +53,8 @@ def bytes_of(elements: int, format: str, block: int) -> int:
 
 
 def to_blocks(x: Tensor, format: str, block: int, parts: int, key: Tensor | None = None) -> Tensor:
-    """`key`: of what is drawn; None to round to the nearest."""
+    """Quantize `x` to bytes (see the module's docstring): rounded at random by `key` (drawn), or to the nearest
+    without one."""
     rows = x.reshape(parts, -1)
     if format in WIDE:
         if key is not None:
@@ -67,7 +71,7 @@ def to_blocks(x: Tensor, format: str, block: int, parts: int, key: Tensor | None
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """A hash of each number of 32 bits. (int32: shifts bring copies of the sign in, which are masked.)"""
+    """Return a hash of each 32-bit integer. Shifts of int32 copy the sign bit in, so the shifted bits are masked."""
     x = x ^ (x >> 16 & 0xFFFF)
     x = x * 0x7FEB352D
     x = x ^ (x >> 15 & 0x1FFFF)
@@ -76,7 +80,7 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 def key_of(draws: Tensor, places: list[Tensor]) -> Tensor:
-    """The key of what a rank draws: of a counter, and of its positions in the mesh."""
+    """Return the key of a rank's draws: a hash of the counter `draws` and of its positions in the mesh."""
     key = _mixed((draws & 0x7FFFFFFF).to(torch.int32) ^ 0x3C6EF372)
     for place in places:
         key = _mixed(key + 0x9E3779B + place.reshape(()).to(torch.int32))
@@ -84,14 +88,16 @@ def key_of(draws: Tensor, places: list[Tensor]) -> Tensor:
 
 
 def _shares(shape: torch.Size, key: Tensor, of_blocks: Tensor | None = None) -> Tensor:
-    """A number in [0, 1) for each element."""
+    """Return a pseudo-random number in [0, 1) for each element: a hash of its position, of the key and of its block's
+    scale."""
     at = _mixed(torch.arange(shape.numel(), dtype=torch.int32, device=key.device).view(shape)) ^ key
     bits = _mixed(at if of_blocks is None else at ^ of_blocks)
     return (bits >> 8 & 0xFFFFFF).float() * 2.0**-24
 
 
 def _drawn(values: Tensor, format: str, shares: Tensor) -> Tensor:
-    """Each value as a number of the format, the one below it or the one above."""
+    """Round each value at random to one of the two neighbouring numbers of the format: up where `shares` is below the
+    remainder."""
     if format not in _BITS:
         whole = values.floor()
         return whole + (shares < values - whole)
@@ -103,7 +109,7 @@ def _drawn(values: Tensor, format: str, shares: Tensor) -> Tensor:
 
 
 def _in_blocks(rows: Tensor, block: int) -> Tensor:
-    """[parts, blocks, elements], zeros behind the last element."""
+    """Reshape [parts, elements] to [parts, blocks, elements of a block], padded with zeros."""
     missing = -rows.shape[1] % block
     return torch.nn.functional.pad(rows, (0, missing)).view(rows.shape[0], -1, block)
 
@@ -119,7 +125,7 @@ def _payload(sent: Tensor, format: str) -> Tensor:
 
 
 def _parts(sent: Tensor, format: str, block: int, parts: int, count: int) -> Tensor:
-    """[parts, elements] in float32."""
+    """Dequantize bytes to [parts, elements] in float32."""
     rows = sent.view(parts, -1)
     if format in WIDE:
         return rows.view(WIDE[format]).float()
@@ -213,18 +219,21 @@ TO_BLOCKS = torch.ops.zgraph.to_blocks.default
 TO_BLOCKS_DRAWN = torch.ops.zgraph.to_blocks_drawn.default
 TO_BLOCKS_FED = torch.ops.zgraph.to_blocks_fed.default
 SENDERS = (TO_BLOCKS, TO_BLOCKS_DRAWN, TO_BLOCKS_FED)
-"""What makes bytes of its first argument; the last three arguments are the format, the block and the parts."""
+"""The operators that quantize their first argument; their last three arguments are the format, the block and the parts."""
 FROM_BLOCKS = torch.ops.zgraph.from_blocks.default
 MEAN_OF_BLOCKS = torch.ops.zgraph.mean_of_blocks.default
 
 
 def is_drawn(sender: fx.Node) -> bool:
-    """Whether what this node sends is drawn, and not rounded to the nearest."""
+    """Return whether this node rounds at random instead of to the nearest."""
     return sender.target is TO_BLOCKS_DRAWN or (sender.target is TO_BLOCKS_FED and sender.args[2] is not None)
 
 
 def most_wrong(x: Tensor, format: str, block: int, parts: int, drawn: bool = False) -> Tensor:
-    """By how much each element may be wrong that was sent so, in the shape of `x`: the bound that the format gives, twice where it is drawn."""
+    """Return the largest error that quantization may leave in each element, in the shape of `x`.
+
+    It is the bound that the format gives, twice that where elements are drawn.
+    """
     return _most_wrong(x, format, block, parts) * (2 if drawn else 1)
 
 

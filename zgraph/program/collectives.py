@@ -44,32 +44,32 @@ COALESCED = {
 
 
 def is_start(node: fx.Node) -> bool:
-    """Whether this node starts a collective."""
+    """Return whether this node starts a collective."""
     return node.op == "call_function" and node.target in _GROUP_ARG
 
 
 def is_wait(node: fx.Node) -> bool:
-    """Whether this node waits for a collective."""
+    """Return whether this node waits for a collective."""
     return node.op == "call_function" and node.target is WAIT
 
 
 def start_of(wait: fx.Node) -> fx.Node:
-    """The start that a wait ends; in a program that another one's transfers come into, the placeholder of one."""
+    """Return the start that a wait ends; where another program started the collective, the placeholder of its value."""
     return wait.all_input_nodes[0]
 
 
 def wait_of(start: fx.Node) -> fx.Node | None:
-    """The wait of a start; None where another program waits for it."""
+    """Return the wait of a start, or None where another program waits for it."""
     return next((u for u in start.users if is_wait(u)), None)
 
 
 def kind(start: fx.Node) -> str:
-    """ "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "shift"."""
+    """Return the kind of collective: "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "shift"."""
     return _KINDS[start.target]  # type: ignore[index]
 
 
 def group_of(start: fx.Node) -> str:
-    """The mesh dimension or part of one (in a program) or process group (in an executable) that a start names."""
+    """Return the mesh dimension or part of one (in a program) or process group (in an executable) that a start names."""
     return str(start.args[_GROUP_ARG[start.target]])  # type: ignore[index]
 
 
@@ -78,17 +78,17 @@ def set_group(start: fx.Node, group: str) -> None:
 
 
 def group_size_of(start: fx.Node) -> int | None:
-    """The number of ranks that a start states, where its operator states one."""
+    """Return the number of ranks that a start has as an argument, or None where its operator takes none."""
     at = _SIZE_ARG.get(start.target)  # type: ignore[call-overload]
     return None if at is None else int(start.args[at])
 
 
 def reduce_op_of(start: fx.Node) -> str | None:
-    """ "avg", "sum", … for a reduction; None for another collective."""
+    """Return the operation of a reduction ("avg", "sum", …); None for another collective."""
     at = _REDUCE_ARG.get(start.target)  # type: ignore[call-overload]
     return None if at is None else str(start.args[at])
 
 
 def known_targets() -> tuple[object, ...]:
-    """All operators that start a collective."""
+    """Return all operators that start a collective."""
     return tuple(_GROUP_ARG)

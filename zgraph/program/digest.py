@@ -1,7 +1,7 @@
-"""What of a program must be equal on all ranks, as hashes: of each node, and of the whole.
+"""Hashes of what must be equal on all ranks: of each node of a program, and of the whole.
 
-Left out is what may differ between ranks that run the same program: files, lines and module names, which differ
-between machines; the number of a device ("cuda:1"), of which each rank has its own; addresses of Python objects.
+They leave out what may differ between ranks that run the same program: files, lines and module names, which differ
+between machines; the number of a device ("cuda:1"), since each rank has its own; addresses of Python objects.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from zgraph.program.program import Level, Program
 
 
 def node_digests(program: Program) -> list[tuple[str, str]]:
-    """(name, hash of the operator, its arguments and the type of its value) of each node, in order."""
+    """Return (name, hash of the operator, its arguments and the type of its value) of each node, in order."""
     return [(node.name, _hash(_describe(node))) for node in program.graph.nodes]
 
 
 def digest(program: Program) -> str:
-    """One SHA-256, in hex, of all that ranks must have equal: nodes in order, roles of inputs and outputs, mesh, level."""
+    """Return one SHA-256, in hex, of all that ranks must have equal: nodes in order, roles of inputs and outputs,
+    mesh, level."""
     if isinstance(program, LateProgram) and not program.is_made:
         return program.kept_digest
     ports = [f"{p.role}:{p.name}:{p.index}:{p.of}" for p in (*program.inputs, *program.outputs)]
@@ -32,12 +33,12 @@ def digest(program: Program) -> str:
 
 
 def collective_order(program: Program) -> list[str]:
-    """The starts and waits of collectives in order, one readable line each."""
+    """Return the starts and waits of collectives in order, as one readable line each."""
     return [_describe(n) for n in program.graph.nodes if collectives.is_start(n) or collectives.is_wait(n)]
 
 
 def first_difference(mine: list[tuple[str, str]], theirs: list[tuple[str, str]]) -> str | None:
-    """The name of the first node in which two programs' `node_digests` differ, None if in none."""
+    """Return the name of the first node in which two programs' `node_digests` differ, or None if they are equal."""
     for a, b in zip(mine, theirs, strict=False):
         if a != b:
             return b[0] if a[0] == b[0] else f"{b[0]} (here {a[0]})"
@@ -52,7 +53,7 @@ def _describe(node: fx.Node) -> str:
 
 
 def _target(node: fx.Node) -> str:
-    """The operator by its name; the kind of node too where the target is only a name ("placeholder x")."""
+    """Return the operator by its name; with the kind of node where the target is only a name ("placeholder x")."""
     target = node.target
     if isinstance(target, str):
         return f"{node.op} {target}"
@@ -62,7 +63,7 @@ def _target(node: fx.Node) -> str:
 
 
 def _text(arg: Any) -> str:
-    """An argument as every rank writes it."""
+    """Return an argument as text that is the same on every rank."""
     if isinstance(arg, fx.Node):
         return arg.name
     if isinstance(arg, torch.device):

@@ -1,5 +1,5 @@
-"""Fake values of collectives, remembered by operator and argument: a pass inserts hundreds of the same few types, and torch, which remembers
-what its own operators give, does not remember theirs."""
+"""A cache of the fake values of collectives, by operator and argument: a pass inserts hundreds of the same few types,
+and torch's own cache leaves collectives out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _known: dict[Any, tuple[Any, ...]] = {}
 
 
 def value_of(target: Any, args: tuple[Any, ...], fake_mode: Any) -> torch.Tensor:
-    """What a collective or its wait gives for a fake tensor, and other arguments as they are in a graph."""
+    """Return the fake result of a collective or its wait; `args` are a fake tensor and the node's other arguments."""
     given = args[0]
     key = (target, given.size(), given.stride(), given.dtype, given.device, args[1:])
     found = _known.get(key)
@@ -28,7 +28,7 @@ def value_of(target: Any, args: tuple[Any, ...], fake_mode: Any) -> torch.Tensor
 
 
 def is_remembered(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether `value_of` knows this operator, and the argument's sizes are numbers."""
+    """Return whether `value_of` knows this operator, and the argument's sizes are numbers."""
     if target not in _REMEMBERED or kwargs or not isinstance(args[0], torch.Tensor):
         return False
     return all(isinstance(n, int) for n in (*args[0].size(), *args[0].stride()))

@@ -1,8 +1,10 @@
-"""What the names of groups mean: a mesh dimension ("dp"), the ranks at some positions of one ("pp[0,3]"), or blocks of one ("dp/4").
+"""What the names of groups mean: a mesh dimension ("dp"), the ranks at some positions of one ("pp[0,3]"), or blocks of
+one ("dp/4").
 
-A rank's group over a dimension is the ranks that differ from it there alone, in order of their positions; a part of it is those of
-them at the positions in brackets; a block is so many of them, one after the other, and a rank's group the block that it is in (the ranks of its
-node). A group has one name: positions in order, each once; all of them are the dimension.
+A rank's group over a dimension is the ranks whose positions differ from its own in this dimension alone, in order. A
+part of it is the ranks at the positions in brackets. A block is a fixed number of consecutive ranks; a rank's group is
+the block that it is in (the ranks of its node). A group has one name: positions in order, each once; all positions
+together are the dimension.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ _PART = re.compile(r"(?P<dim>\w+)\[(?P<positions>\d+(,\d+)*)\]")
 
 
 def part_of(dim: str, positions: Iterable[int], mesh: Mapping[str, int]) -> str:
-    """The name of the group of the ranks at these positions of a mesh dimension.
+    """Return the name of the group of the ranks at these positions of a mesh dimension.
 
     Raises `MeshError` for a dimension or a position that the mesh has not, and for fewer than two positions.
     """
@@ -33,7 +35,7 @@ def part_of(dim: str, positions: Iterable[int], mesh: Mapping[str, int]) -> str:
 
 
 def block_of(dim: str, size: int, mesh: Mapping[str, int]) -> str:
-    """The name of blocks of so many ranks of a mesh dimension. Raises `MeshError` where these do not divide it."""
+    """Return the name of blocks of `size` ranks of a mesh dimension. Raises `MeshError` where blocks do not divide it."""
     ranks = mesh.get(dim, 1)
     if size < 2 or ranks % size:
         raise MeshError(
@@ -45,13 +47,16 @@ def block_of(dim: str, size: int, mesh: Mapping[str, int]) -> str:
 
 
 def dim_of(group: str) -> str:
-    """The mesh dimension that a group's ranks differ in."""
+    """Return the mesh dimension of a group."""
     return group.partition("[")[0].partition("/")[0]
 
 
 def lines_of(group: str, mesh: Mapping[str, int]) -> list[tuple[int, ...]]:
-    """Where the ranks of each group of this name stand in its dimension: several groups where they are blocks. Raises `MeshError` for a name
-    that is no group's of this mesh."""
+    """Return the positions, in the mesh dimension, of the ranks of each group of this name: several groups where they
+    are blocks.
+
+    Raises `MeshError` for a name that is no group's of this mesh.
+    """
     match = _BLOCK.fullmatch(group)
     if match is None:
         return [positions_of(group, mesh)]
@@ -62,7 +67,10 @@ def lines_of(group: str, mesh: Mapping[str, int]) -> list[tuple[int, ...]]:
 
 
 def positions_of(group: str, mesh: Mapping[str, int]) -> tuple[int, ...]:
-    """Where the ranks of a group that is no block stand in its dimension. Raises `MeshError` for a name that is no group's of this mesh."""
+    """Return the positions of a group's ranks in its mesh dimension; the group is no block.
+
+    Raises `MeshError` for a name that is no group's of this mesh.
+    """
     if group in mesh:
         return tuple(range(mesh[group]))
     match = _PART.fullmatch(group)
@@ -73,7 +81,7 @@ def positions_of(group: str, mesh: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def ranks_in(group: str, mesh: Mapping[str, int]) -> int:
-    """The number of ranks in a group. Raises `MeshError` for a name that is no group's of this mesh."""
+    """Return the number of ranks in a group. Raises `MeshError` for a name that is no group's of this mesh."""
     return len(lines_of(group, mesh)[0])
 
 

@@ -1,7 +1,8 @@
-"""How values lie in memory. A node's fake value says which strides its real one has: derivatives were written for these.
+"""Strides of values. A node's fake value says which strides its real one must have: derivatives were captured for
+these.
 
-Some operators' real results have other strides than their fake ones (a layer norm's gradient is contiguous, whatever was
-promised), and operators that were captured for the promised ones would read them wrongly.
+Some operators' real results have other strides than their fake ones (a layer norm's gradient is contiguous, whatever
+its fake value says), and operators that were captured for the fake strides would read them wrongly.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Strides = tuple[int, ...]
 
 
 def in_flight(node: fx.Node) -> bool:
-    """Whether a transfer is still at work on this node's value, which nothing may read before its wait."""
+    """Return whether a transfer is still running on this node's value, which nothing may read before its wait."""
     if node.op == "placeholder":
         return any(collectives.is_wait(u) or transfers_to_host.is_wait(u) for u in node.users)
     made = node.all_input_nodes[0] if node.target is operator.getitem else node
@@ -30,7 +31,7 @@ def in_flight(node: fx.Node) -> bool:
 
 
 def promised(node: fx.Node) -> Strides | None:
-    """The strides that a node's value has in its program; None if it is no strided tensor of known size, or in flight."""
+    """Return the strides of a node's fake value; None if it is in flight, or no strided tensor of known size."""
     fake = None if in_flight(node) else value(node)
     if not isinstance(fake, torch.Tensor) or fake.layout is not torch.strided:
         return None
@@ -40,8 +41,10 @@ def promised(node: fx.Node) -> Strides | None:
 
 
 def promised_at(node: fx.Node, names: tuple[str, ...]) -> Callable[..., Strides] | None:
-    """The strides that a node's value has in its program, as a function of the sizes by these names; None if they are numbers, or as in
-    `promised`."""
+    """Return the strides of a node's fake value as a function of the sizes by these names.
+
+    Returns None if all are numbers, or where `promised` does for another reason.
+    """
     fake = None if in_flight(node) else value(node)
     if not isinstance(fake, torch.Tensor) or fake.layout is not torch.strided:
         return None
@@ -49,7 +52,7 @@ def promised_at(node: fx.Node, names: tuple[str, ...]) -> Callable[..., Strides]
 
 
 def lies_as(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
-    """Whether a tensor has these strides, where they mean something: in dimensions with several elements."""
+    """Return whether a tensor has these strides in each dimension with several elements; others do not matter."""
     mine = tensor.stride()
     if mine == strides:
         return True
@@ -59,11 +62,11 @@ def lies_as(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
 
 
 def laid_out(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
-    """The tensor with these strides: itself, or a copy."""
+    """Return the tensor with these strides: itself, or a copy."""
     if lies_as(tensor, strides) or len(strides) != tensor.dim():
         return tensor
     once = tensor
-    for dim, stride in enumerate(strides):  # (what repeats is there once)
+    for dim, stride in enumerate(strides):  # (an expanded dimension is stored once)
         if stride == 0:
             once = once.narrow(dim, 0, 1)
     made = torch.empty_strided(once.shape, tuple(strides), dtype=tensor.dtype, device=tensor.device)

@@ -1,4 +1,4 @@
-"""A program whose graph is made when somebody looks at it: its ports are enough to run what was compiled of it."""
+"""A program whose graph is built when it is first accessed: its ports are enough to run what was compiled of it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LATE = ("module", "fake_mode")
 
 
 class LateProgram(Program):
-    """A `Program` that `make` gives the graph of, the first time that it is asked for. All else is known."""
+    """A `Program` whose graph is built by `make` the first time that it is accessed; all other fields are known."""
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class LateProgram(Program):
         self._make = make
         self._text = text  # its JSON form; None where nobody needs it
         self.kept_digest = digest
-        self.said = said or {}  # what was read of its graph when that was there
+        self.said = said or {}  # what was read of its graph before it was stored
 
     def __getattr__(self, name: str) -> Any:
         if name not in _LATE:
@@ -44,18 +44,21 @@ class LateProgram(Program):
 
 
 def is_unseen(program: Program) -> bool:
-    """Whether a program's graph is yet to be made: it is as it was kept."""
+    """Return whether a program's graph has not been built yet: the program is as it was stored."""
     return isinstance(program, LateProgram) and not program.is_made
 
 
 def text_of(program: Program) -> str:
-    """A program's JSON form, as text. Raises `UnsupportedError` for what has none."""
+    """Return a program's JSON form, as text. Raises `UnsupportedError` for a program that has none."""
     if isinstance(program, LateProgram) and is_unseen(program) and program._text is not None:
         return program._text
     return json.dumps(to_json(program), separators=(",", ":"))
 
 
 def late_from_text(text: str, digest: str, said: Mapping[str, Any]) -> LateProgram:
-    """The program of such a text, read as far as it has to be. `digest` is what it had when it was written, `said` what was read of its graph."""
+    """Return the program that `text_of` wrote, with its graph read only when accessed.
+
+    `digest` is its digest when it was written, `said` what was read of its graph then.
+    """
     data = json.loads(text)
     return LateProgram(frame_from_json(data), lambda: from_json(data), text, digest, said)

@@ -1,4 +1,4 @@
-"""What zgraph knows of one node: a typed, frozen record, and the one place that reads or writes `node.meta` for it."""
+"""The record of one node, typed and frozen; the one module that reads or writes `node.meta` for it."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ class Phase(StrEnum):
 
 
 class Role(StrEnum):
-    """What a node is for. Passes ask this instead of recognising shapes of subgraphs."""
+    """What a node is for. Passes read this instead of recognising shapes of subgraphs."""
 
     COMPUTE = "compute"
     GATHER = "gather"  # starts a collective that makes a parameter whole
     REDUCE = "reduce"  # starts a collective that averages a gradient
     EXCHANGE = "exchange"  # starts a collective over parts of a value that ranks compute together
-    WAIT = "wait"  # ends a collective or a move
+    WAIT = "wait"  # waits for a collective or a transfer to or from a tier
     LAYOUT = "layout"  # pads, slices or permutes around a collective
     RELEASE = "release"  # the last point at which a gathered parameter may be read
-    FETCH = "fetch"  # starts bringing a value from its home to the device
-    STORE = "store"  # starts taking one there
-    ACCUMULATE = "accumulate"  # adds what earlier micro-batches left
+    FETCH = "fetch"  # starts copying a value from its tier to the device
+    STORE = "store"  # starts copying one to its tier
+    ACCUMULATE = "accumulate"  # adds a gradient to that of earlier micro-batches
 
 
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
     """The record of one node."""
 
-    phase: Phase
-    role: Role = Role.COMPUTE
+    phase: Phase  # the part of the step that it runs in
+    role: Role = Role.COMPUTE  # what it is for
     module: str = ""  # the path of the user's module, "" for the root
     source: str = ""  # the user's "file:line", "" if unknown
     param: str | None = None  # the parameter that a gather, reduction or layout node serves
@@ -60,12 +60,12 @@ class NodeInfo:
     transfer: str | None = None  # the transfer that it is part of (`zgraph.program.transfers`)
 
     def replace(self, **changes: Any) -> NodeInfo:
-        """This record with some fields changed."""
+        """Return this record with some fields changed."""
         return replace(self, **changes)
 
 
 def info(node: fx.Node) -> NodeInfo:
-    """The record of a node; KeyError names the node when a pass forgot to give one."""
+    """Return the record of a node. Raises `KeyError` with the node's name when the pass that made it gave it none."""
     try:
         return node.meta[_KEY]  # type: ignore[no-any-return]
     except KeyError:
@@ -83,17 +83,18 @@ def set_info(node: fx.Node, record: NodeInfo) -> None:
 
 
 def value(node: fx.Node) -> Any:
-    """The fake value (tensor, tuple of tensors, or None) that a node has."""
+    """Return the fake value (tensor, tuple of tensors, or None) of a node."""
     return node.meta.get("val")
 
 
 def sequence(node: fx.Node) -> int | None:
-    """Autograd's number of the operation that a captured node is of; nodes of its forward and of its backward have the same one."""
+    """Return autograd's number of the operation that a captured node belongs to, the same for its forward and backward
+    nodes."""
     return node.meta.get("seq_nr")
 
 
 def tensor(node: fx.Node) -> torch.Tensor:
-    """The fake tensor of a node that has exactly one; TypeError otherwise."""
+    """Return the fake tensor of a node that has exactly one. Raises `TypeError` for others."""
     val = node.meta.get("val")
     if not isinstance(val, torch.Tensor):
         raise TypeError(f"node {node.name!r} has no single tensor value but {type(val).__name__}")
@@ -101,7 +102,7 @@ def tensor(node: fx.Node) -> torch.Tensor:
 
 
 def tensors(node: fx.Node) -> Iterator[torch.Tensor]:
-    """All fake tensors of a node, flat."""
+    """Yield all fake tensors of a node, flat."""
     val = node.meta.get("val")
     stack = [val]
     while stack:
@@ -119,7 +120,7 @@ _INDEX = re.compile(r"\[(?:'|\")?([^\]'\"]+)(?:'|\")?\]")
 
 
 def source_of(meta: dict[str, Any]) -> str:
-    """The user's innermost "file:line" from the stack trace that dynamo recorded, or ""."""
+    """Return the user's innermost "file:line" from the stack trace that dynamo recorded, or ""."""
     frames = _FRAME.findall(meta.get("stack_trace") or "")
     if not frames:
         return ""
@@ -129,7 +130,8 @@ def source_of(meta: dict[str, Any]) -> str:
 
 
 def module_of(meta: dict[str, Any]) -> str:
-    """The path of the user's module that a node comes from ("" for the root), for forward and backward nodes alike."""
+    """Return the path of the user's module that a node comes from ("" for the root), for forward and backward nodes
+    alike."""
     stack = meta.get("nn_module_stack") or meta.get("fwd_nn_module_stack") or {}
     if not stack:
         return ""
@@ -140,6 +142,6 @@ def module_of(meta: dict[str, Any]) -> str:
 
 
 def place_of(node: fx.Node) -> str:
-    """A node's module, parameter and line, as errors say it."""
+    """Return a node's module, parameter and line, as errors show them."""
     record = info(node)
     return f"module {record.module or '(root)'}{', parameter ' + record.param if record.param else ''} {record.source}".strip()

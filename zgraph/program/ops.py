@@ -1,14 +1,15 @@
-"""zgraph's own operators. Those of which it is not said that they run stand in a graph until code generation.
+"""zgraph's own operators. Those that do not run are replaced or removed by code generation.
 
-`zgraph::output(x) -> y` stands before each output while the joint graph is traced. To AOTAutograd it makes a fresh
-tensor, so that every output has a tangent of its own, also where the model returns views of one tensor or its inputs.
-`zgraph::release(x)` says that a gathered buffer may not be read after this point; the verifier holds programs to it.
-`zgraph::shift(x, ranks, group) -> y` starts a transfer: each rank sends x to the next one of the group, the last one to the first, and
-gets that of the one before. Which ranks these are differs from rank to rank, and programs do not.
-`zgraph::gather(x, ranks, group) -> y` starts an all-gather into memory made for it, and runs: torch's functional form of it over gloo
-corrupts memory (see `zgraph.codegen.lower_collectives`).
-`zgraph::check(x, message) -> y` raises `AssertionError` with the message unless x is true, in code that runs too; y is a copy of x.
-`zgraph::region(inputs, program) -> outputs` is a part of the program whose sizes depend on values (see `zgraph.program.regions`). It runs.
+`zgraph::output(x) -> y` is inserted before each output while the joint graph is traced. To AOTAutograd it makes a
+fresh tensor, so that every output has a tangent of its own, also where the model returns views of one tensor or its
+inputs. `zgraph::release(x)` says that a gathered buffer may not be read after this point; the verifier holds programs
+to it. `zgraph::shift(x, ranks, group) -> y` starts a transfer: each rank sends x to the next one of the group, the
+last one to the first, and receives y from the one before. Which ranks these are differs from rank to rank, and
+programs do not. `zgraph::gather(x, ranks, group) -> y` starts an all-gather into newly allocated memory. It runs:
+torch's functional all-gather over gloo corrupts memory (see `zgraph.codegen.lower_collectives`). `zgraph::check(x,
+message) -> y` raises `AssertionError` with the message unless x is true. It runs; y is a copy of x.
+`zgraph::region(inputs, program) -> outputs` is a part of the program whose sizes depend on values (see
+`zgraph.program.regions`). It runs.
 """
 
 from __future__ import annotations

@@ -1,13 +1,15 @@
-"""Attention inside of documents that are packed into rows, without a mask of rows x rows: an operator, and its backward.
+"""Attention within documents that are packed into rows, without a mask of rows x rows: an operator, and its backward.
 
-`zgraph::packed_attention(query, key, value, documents, order, is_causal, scale) -> (out, logsumexp)` is what attention gives whose mask shows a
-query the keys of its own document: those that have the same number in `documents` [rows or 1, length], and, if it `is_causal`, of these those
-that do not come behind it: by their place, or by `order` [rows or 1, length]. Each document is computed by itself, by the same kernel that would
-compute it alone, so what it takes is the sum of the documents' squares. Documents that do not lie in one piece, and an order that does not
-ascend in them, are computed with a mask, of one row or of one document.
+`zgraph::packed_attention(query, key, value, documents, order, is_causal, scale) -> (out, logsumexp)` is attention in
+which a query sees the keys of its own document: those with the same number in `documents` [rows or 1, length]. With
+`is_causal` it sees of these only those that are not behind it: by position, or by `order` [rows or 1, length]. Each
+document is computed by itself, by the same kernel that would compute it alone, so the work is the sum of the
+documents' squared lengths. Documents that are not contiguous, and an order that does not ascend in them, are computed
+with a mask, of one row or of one document.
 
-`zgraph::packed_block` has queries and keys of different places (parts of rows on different ranks), with the `documents` and the `order` of both.
-A query that sees none of the keys has 0, and the logarithm of a sum of nothing. Only what lies in documents of both is computed.
+`zgraph::packed_block` has queries and keys at different positions (parts of rows on different ranks), with the
+`documents` and the `order` of both. A query that sees none of the keys has output 0 and logsumexp -inf. Only the spans
+that hold documents of both are computed.
 """
 
 from __future__ import annotations
@@ -41,11 +43,11 @@ PACKED = torch.ops.zgraph.packed_attention.default
 PACKED_BACKWARD = torch.ops.zgraph.packed_attention_backward.default
 
 _Block = tuple[slice, slice, Tensor | None]
-"""Rows, a part of their length, and what shows there (None: all, or all that does not come behind)."""
+"""Rows, a part of their length, and the mask to add there (None: all keys, or with `is_causal` all that are not behind)."""
 
 
 def _blocks(documents: Tensor, order: Tensor | None, is_causal: bool, like: Tensor) -> Iterator[_Block]:
-    """What is computed by itself, of rows such as those of `like` [rows, heads, length, width]."""
+    """Yield the blocks that are computed separately, for rows of the shape of `like` [rows, heads, length, width]."""
     rows, length = like.shape[0], like.shape[2]
     new = (documents[:, 1:] != documents[:, :-1]).tolist()
     firsts = [[0, *(at + 1 for at, is_new in enumerate(row) if is_new)] for row in new]
@@ -69,7 +71,7 @@ def _blocks(documents: Tensor, order: Tensor | None, is_causal: bool, like: Tens
 def _mask(
     documents: Tensor, order: Tensor | None, is_causal: bool, like: Tensor, row: int, first: int, last: int
 ) -> Tensor:
-    """The mask of a part of a row, to be added."""
+    """Return the additive mask of a part of a row."""
     ids = documents[row % len(documents), first:last]
     shown = ids.unsqueeze(1) == ids
     if is_causal:
@@ -119,7 +121,8 @@ def _backward(
 def _seen(
     documents: Tensor, others: Tensor, order: Tensor | None, other_order: Tensor | None, rows: int
 ) -> Iterator[tuple[slice, slice, slice, Tensor | None]]:
-    """Of each of so many rows the queries and the keys that are in documents of both, as parts of their lengths, and what shows there (None: all)."""
+    """Yield, for each row, the spans of queries and keys whose documents both sides have, and which keys each query
+    sees (None: all)."""
     for row in range(rows):
         mine, theirs = documents[row % len(documents)], others[row % len(others)]
         parts = [_span(torch.isin(a, b)) for a, b in ((mine, theirs), (theirs, mine))]
@@ -134,7 +137,7 @@ def _seen(
 
 
 def _span(chosen: Tensor) -> slice | None:
-    """From the first to the last that is chosen."""
+    """Return the slice from the first true element to the last, or None if there is none."""
     at = chosen.nonzero()
     return slice(int(at[0]), int(at[-1]) + 1) if len(at) else None
 

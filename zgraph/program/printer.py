@@ -50,17 +50,18 @@ _DIM, _BLUE, _PLAIN = "\x1b[2m", "\x1b[34m", "\x1b[0m"
 
 
 def render(program: Program, *, color: bool = False, filter: str | None = None) -> str:
-    """The text of a program. `filter` is a glob over node names, module paths and parameters; `color` is for terminals.
+    """Return the text of a program. `filter` is a glob over node names, module paths and parameters; `color` is for
+    terminals.
 
-    Raises `FilterError` if the filter matches no node. A node that carries no record yet is printed without what only
-    that knows, so that a pass can be looked at while it is written.
+    Raises `FilterError` if the filter matches no node. A node that has no record yet is printed without what the
+    record would say, so that a pass can be looked at while it is written.
     """
     text = "".join(f"{text}\n" for text, _ in lines(program, filter))
     return _colored(text) if color else text
 
 
 def lines(program: Program, filter: str | None = None) -> Iterator[tuple[str, fx.Node | None]]:
-    """The lines that `render` puts together, each with the node that it is of: None for headings, and for the list of what is returned."""
+    """Yield the lines of `render`, each with its node: None for headings, and for the list of results."""
     wanted = matching(program, filter)
     yield _title(program), None
     if filter is None:
@@ -79,7 +80,10 @@ def lines(program: Program, filter: str | None = None) -> Iterator[tuple[str, fx
 
 
 def matching(program: Program, filter: str | None) -> list[fx.Node]:
-    """The nodes that a glob (none: every one) matches by name, module's path or parameter. Raises `FilterError` if there are none."""
+    """Return the nodes whose name, module path or parameter a glob matches (every node without one).
+
+    Raises `FilterError` if there are none.
+    """
     wanted = [n for n in program.graph.nodes if n.op != "output" and (filter is None or _matches(n, filter))]
     if filter is not None and not wanted:
         raise FilterError(f"no node matches {filter!r}", where=f"program {program.name}", hint=_near(filter, program))
@@ -87,13 +91,13 @@ def matching(program: Program, filter: str | None) -> list[fx.Node]:
 
 
 def diff(before: Program, after: Program) -> str:
-    """What changed from one program to another, as a unified diff of their texts; "" if nothing did."""
+    """Return what changed from one program to another, as a unified diff of their texts; "" if nothing did."""
     a, b = render(before).splitlines(), render(after).splitlines()
     return "\n".join(difflib.unified_diff(a, b, before.name, after.name, lineterm="", n=2))
 
 
 def type_text(val: Any) -> str:
-    """A fake tensor's "f32[4, 16]"; a tuple of those for a tuple."""
+    """Return a fake tensor's type as text, "f32[4, 16]"; a tuple of types for a tuple."""
     if isinstance(val, torch.Tensor):
         return f"{_DTYPES.get(val.dtype, str(val.dtype).removeprefix('torch.'))}{texts(val.shape)}"
     if isinstance(val, (tuple, list)):
@@ -104,7 +108,7 @@ def type_text(val: Any) -> str:
 
 
 def _names(node: fx.Node) -> list[str]:
-    """What a filter can find a node by: its name, its module's path, its parameter."""
+    """Return what a filter can find a node by: its name, its module's path, its parameter."""
     record = info(node) if has_info(node) else None
     return [text for text in (node.name, record and record.module, record and record.param) if text]
 
@@ -114,7 +118,7 @@ def _matches(node: fx.Node, pattern: str) -> bool:
 
 
 def _near(pattern: str, program: Program) -> str:
-    """A hint: the names nearest to a glob that matches nothing."""
+    """Return a hint with the names nearest to a glob that matches nothing."""
     names = {text for node in program.graph.nodes if node.op != "output" for text in _names(node)}
     near = difflib.get_close_matches(pattern, sorted(names), n=3, cutoff=0.3)
     if near:
@@ -156,7 +160,7 @@ def _results(program: Program) -> list[str]:
 
 
 def line(node: fx.Node) -> str:
-    """A node as its program's text has it."""
+    """Return the line of a node in its program's text."""
     val, code = value(node), _call(node)
     if val is not None:
         code = f"{node.name}: {type_text(val)} = {code}"
@@ -177,7 +181,7 @@ def _call(node: fx.Node) -> str:
 
 
 def operator_text(target: Any) -> str:
-    """What a node calls, as the text has it: "aten.mm", "dist.all_gather"."""
+    """Return a node's operator as the text shows it: "aten.mm", "dist.all_gather"."""
     if target in _CALLS:
         return _CALLS[target]
     text = str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
@@ -230,7 +234,7 @@ def _commented(code: str, comment: str) -> str:
 
 
 def _colored(text: str) -> str:
-    """Comments dim, collectives blue: the text without the escapes is what it was."""
+    """Color comments dim and collectives blue; the text without the escapes is unchanged."""
     return "".join(f"{_colored_line(line)}\n" for line in text.splitlines())
 
 

@@ -26,16 +26,16 @@ from zgraph.torch_compat.symbols import evaluating
 # The mesh dimensions over which ranks see different data, innermost first: gradients are averaged over them.
 DATA_DIMS = ("dp", "replicate")
 
-# The mesh dimension whose ranks hold the stages of a pipeline. Programs of a step are of one stage; updates meet over it.
+# The mesh dimension whose ranks hold the stages of a pipeline. A step's programs are those of one stage; only updates communicate over it.
 STAGE_DIM = "pp"
 
 # The mesh dimension whose ranks see the same data, and divide weights and the work with them.
 TENSOR_DIM = "tp"
 
-# The one whose ranks see the same data, have all weights, and divide the sequence.
+# The mesh dimension whose ranks see the same data, have all weights, and divide the sequence.
 CONTEXT_DIM = "cp"
 
-# Those whose ranks compute one program together: they see the same rows, and must draw the same random numbers.
+# The mesh dimensions whose ranks compute one program together: they see the same rows, and must draw the same random numbers.
 TEAM_DIMS = (CONTEXT_DIM, TENSOR_DIM)
 
 
@@ -49,30 +49,30 @@ class Level(IntEnum):
 
 
 class Fact(StrEnum):
-    """What passes have made of a program; contracts are about these. (A pass of a user's own may speak of others.)"""
+    """What passes have done to a program; contracts are about these. A user's own pass may add facts of its own."""
 
     CLEAN = "clean"  # without identities and dead nodes
-    NARROWED = "narrowed"  # slices stand as early as they can
+    NARROWED = "narrowed"  # slices are as early as they can be
     DIVIDED = "divided"  # ranks compute it together: over "tp", or over "cp"
     INTERLEAVED = "interleaved"  # products beside the transfers of tensor parallelism are in pieces
     PARTITIONED = "partitioned"  # saved activations are divided over "tp"
     INDUCTOR_READY = "inductor_ready"  # Inductor's joint-graph passes ran
     TILED = "tiled"  # regions of the plan run in slices of rows
-    CHECKPOINTED = "checkpointed"  # regions of the model's or the plan's are recomputed
+    CHECKPOINTED = "checkpointed"  # regions that the model or the plan names are recomputed
     REMATERIALIZED = "rematerialized"  # activations are recomputed for a memory budget
     RECOMPUTED = "recomputed"  # cheap values are recomputed
     SHARDED = "sharded"  # parameters enter as shards
     REGATHERED = "regathered"  # the backward gathers weights again
     KEPT = "kept"  # gathered weights stay until the update
     SCALED = "scaled"  # tangents are multiplied by the loss scale
-    REDUCED = "reduced"  # gradients leave reduced, or are this rank's own where they are partial as well
-    PARTIAL = "partial"  # gradients are this rank's own
+    REDUCED = "reduced"  # gradients are reduced, or, in a program that is partial as well, this rank's own
+    PARTIAL = "partial"  # gradients are this rank's own, not reduced
     BUCKETED = "bucketed"  # transfers that are sent as one have a bucket
     SCHEDULED = "scheduled"  # order has meaning
-    RELEASED = "released"  # gathered buffers have a last point at which they are read
+    RELEASED = "released"  # gathered buffers have a mark behind their last reader
     OFFLOADED = "offloaded"  # values are fetched from, and stored in, other memory
-    IN_PLACE = "in_place"  # an update's: new values are written where the old ones are
-    GROUPED = "grouped"  # an update's: what is updated together has a group
+    IN_PLACE = "in_place"  # in an update: new values are written over the old ones
+    GROUPED = "grouped"  # in an update: nodes that are compiled together have a group
 
 
 class InputRole(StrEnum):
@@ -85,16 +85,16 @@ class InputRole(StrEnum):
     ACCUMULATOR = "accumulator"  # this rank's unreduced gradient of earlier micro-batches
     SAVED = "saved"  # from the forward program to the backward one
     IN_FLIGHT = "flying"  # a gather that was started before the forward program, which waits for it
-    RECEIVED = "received"  # what an earlier pipeline stage has sent
-    RETURNED = "returned"  # what a later one has sent back, for the backward
+    RECEIVED = "received"  # a value that an earlier pipeline stage has sent
+    RETURNED = "returned"  # a gradient that a later pipeline stage has sent back
     SCALE = "scale"  # the loss scale of half precision, 0-dim float32
-    GRADIENT = "gradient"  # an update's: the reduced gradient, in the layout of its parameter
+    GRADIENT = "gradient"  # in an update: the reduced gradient, in the layout of its parameter
     STATE = "state"  # what an optimizer keeps: "parameter/name", or "/name" for a number of the whole step
     SCALARS = "scalars"  # learning rates and other numbers of the optimizer's groups, 1-dim float64
     SIZE = "size"  # a size that differs from call to call, an int
     RANK_INDEX = "index"  # this rank's position in a mesh dimension, 0-dim int64
-    RESIDUAL = "residual"  # what of earlier gradients was not sent, 1-dim float32, written in place: "parameter/mesh dimension"
-    DRAWS = "draws"  # how many backward passes there were before, 0-dim int64: what is drawn by chance is drawn of it
+    RESIDUAL = "residual"  # quantization errors of earlier gradients, 1-dim float32, written in place: "parameter/mesh dimension"
+    DRAWS = "draws"  # number of earlier backward passes, 0-dim int64: the counter that stochastic rounding draws from
 
 
 class OutputRole(StrEnum):
@@ -105,49 +105,43 @@ class OutputRole(StrEnum):
     SAVED = "saved"
     IN_FLIGHT = "flying"  # a gather that this program starts and the forward waits for
     SENT = "sent"  # for later pipeline stages
-    RETURNED = "returned"  # for earlier ones: what their backward goes on from
-    CHECK = "check"  # the condition of an assertion of the model's, which raises where it does not hold
+    RETURNED = "returned"  # a gradient for an earlier pipeline stage
+    CHECK = "check"  # the condition of an assertion in the model; its node raises where it does not hold
 
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """One input or output of a program.
+    """One input or output of a program."""
 
-    `name` is the parameter's or buffer's path, "input_3" for the user's, the node's name for a saved value. `index` is
-    the position among the flat inputs (outputs) of the captured function, where there is one. A mutation has the
-    role of what it changes in `of`.
-    """
-
-    role: InputRole | OutputRole
-    name: str
-    index: int | None = None
-    of: InputRole | None = None
+    role: InputRole | OutputRole  # what it is for
+    name: str  # path of the parameter or buffer, "input_3" for a user's input, node name of a saved value
+    index: int | None = None  # position among the captured function's flat inputs (outputs), where it has one
+    of: InputRole | None = None  # of a mutation: the role of the input that it changes
 
 
 def of_backward(port: Port, node: fx.Node) -> bool:
-    """Whether the backward gives this output."""
+    """Return whether the backward computes this output."""
     checked_late = port.role is OutputRole.CHECK and info(node).phase is Phase.BACKWARD
     return checked_late or port.role in (OutputRole.GRADIENT, OutputRole.RETURNED)
 
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """How a parameter is divided among the `ranks` of a mesh dimension that compute it together: each holds an equal part of dimension
-    `dim`. Where this is made of several equal `blocks` (queries, keys and values in one matrix), a rank computes with a part of each."""
+    """How a parameter is divided among ranks that compute it together: each holds an equal part of one dimension."""
 
-    mesh_dim: str
-    ranks: int
-    dim: int
-    blocks: int = 1
+    mesh_dim: str  # the mesh dimension of these ranks
+    ranks: int  # how many there are
+    dim: int  # the dimension of the parameter that is divided
+    blocks: int = 1  # equal blocks along it (queries, keys, values in one matrix): a rank computes with a part of each
 
     def part(self, whole: torch.Tensor, place: int) -> torch.Tensor:
-        """What the rank at this position holds of a whole tensor; a view of it."""
+        """Return the part of a whole tensor that the rank at position `place` holds; a view."""
         return whole.chunk(self.ranks, self.dim)[place]
 
 
 @functools.lru_cache(4096)  # (asked for each parameter at each call)
 def _stride_of_rows(sizes: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of dense rows of these sizes, whose other dimensions are in the order of `stride`."""
+    """Return the strides of dense rows of these sizes, whose other dimensions are in the order of `stride`."""
     order = [0, *sorted(range(1, len(sizes)), key=lambda d: (-stride[d], d))]
     strides = [1] * len(order)
     for at in range(len(order) - 2, -1, -1):
@@ -157,29 +151,23 @@ def _stride_of_rows(sizes: tuple[int, ...], stride: tuple[int, ...]) -> tuple[in
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """How one parameter is laid out.
+    """How one parameter is laid out."""
 
-    `shape` and `stride` (elements) are those of what programs compute with: the whole parameter, or a rank's part where
-    `division` divides it. `shard_dim` is the mesh dimension over which dimension 0 of this is split, None where every
-    rank holds all of it. `home` is the tier ("cpu", "nvme") that a rank's part lies in, `grad_home` that of its reduced gradient,
-    None for the device. `rows` is the number of rows in each rank's padded shard: ceil(shape[0] / ranks), as torch's own `Shard(0)`
-    splits. `dtype` is what a rank holds; the others are those
-    of mixed precision, None where they are the same.
-    """
-
-    name: str
+    name: str  # its path in the model
+    # of what programs compute with: the whole parameter, or a rank's part where `division` divides it
     shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
+    stride: tuple[int, ...]  # strides of the same, in elements
+    dtype: torch.dtype  # what a rank holds
+    requires_grad: bool  # whether it is trained
+    # mesh dimension over which dimension 0 of `shape` is sharded; None where every rank holds all
     shard_dim: str | None = None
-    rows: int = 0
-    compute: torch.dtype | None = None
-    reduce: torch.dtype | None = None
-    accumulate: torch.dtype | None = None
-    home: str | None = None
-    grad_home: str | None = None
-    division: Division | None = None
+    rows: int = 0  # rows of a rank's padded shard: ceil(shape[0] / ranks), as torch's own `Shard(0)` splits
+    compute: torch.dtype | None = None  # dtype that the model computes with, None where it is `dtype`
+    reduce: torch.dtype | None = None  # dtype that gradients are reduced in, None where it is the compute dtype
+    accumulate: torch.dtype | None = None  # dtype that gradients are accumulated in, None where it is `dtype`
+    home: str | None = None  # tier ("cpu", "nvme") of a rank's part, None for the device
+    grad_home: str | None = None  # tier of its reduced gradient, None for the device
+    division: Division | None = None  # how ranks that compute it together divide it
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
@@ -190,22 +178,22 @@ class ParamSpec:
 
     @property
     def whole_stride(self) -> tuple[int, ...]:
-        """The strides that it then has, in elements: in the order in which `stride` has the dimensions."""
+        """The strides of `whole_shape`, in elements: its dimensions are in the order that `stride` has."""
         return self.stride if self.division is None else _dense(self.whole_shape, self.stride)
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """What the model computes with: the dtype of the whole parameter in programs."""
+        """The dtype that the model computes with: that of the whole parameter in programs."""
         return self.compute or self.dtype
 
     @property
     def reduce_dtype(self) -> torch.dtype:
-        """What its gradient is averaged in over ranks."""
+        """The dtype in which its gradient is averaged over ranks."""
         return self.reduce or self.compute_dtype
 
     @property
     def grad_dtype(self) -> torch.dtype:
-        """What its gradient is kept in, from micro-batch to micro-batch."""
+        """The dtype in which its gradient is accumulated over micro-batches."""
         return self.accumulate or self.dtype
 
     @property
@@ -214,7 +202,7 @@ class ParamSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what programs compute with."""
+        """Bytes of `shape` in the dtype that a rank holds."""
         return self.numel * self.dtype.itemsize
 
     @property
@@ -229,7 +217,7 @@ class ParamSpec:
 
     @property
     def shard_stride(self) -> tuple[int, ...]:
-        """The strides of that shard, in elements, in the order in which `stride` has the dimensions behind its rows."""
+        """The strides of that shard, in elements; the dimensions behind its rows are in the order that `stride` has."""
         if not self.shard_dim:
             return self.stride
         return _stride_of_rows(self.shard_shape, self.stride)
@@ -245,7 +233,8 @@ class ParamSpec:
         return math.prod(self.shard_shape) * self.grad_dtype.itemsize if self.requires_grad else 0
 
     def divided(self, division: Division, mesh: Mapping[str, int]) -> ParamSpec:
-        """The layout of a rank's part of it on a mesh of these sizes. (What is sharded over another dimension stays so.)"""
+        """Return the layout of a rank's part on a mesh of these sizes; a sharded parameter stays sharded over its mesh
+        dimension."""
         shape = tuple(s // division.ranks if d == division.dim else s for d, s in enumerate(self.shape))
         rows = -(-shape[0] // mesh[self.shard_dim]) if self.shard_dim else 0
         return replace(self, shape=shape, stride=_dense(shape, self.stride), rows=rows, division=division)
@@ -255,12 +244,13 @@ class ParamSpec:
 
 
 def with_gradients_in(homes: Mapping[str, str], specs: Mapping[str, ParamSpec]) -> dict[str, ParamSpec]:
-    """The layouts with gradients in these tiers, by their parameters' names. One of a parameter with a home lies with it."""
+    """Return the layouts with gradients in these tiers, by parameter; an offloaded parameter's gradient is stored in
+    its own tier."""
     return {n: replace(s, grad_home=s.home or homes.get(n)) for n, s in specs.items()}
 
 
 def _dense(shape: tuple[int, ...], like: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides without gaps for a shape, in the order of others."""
+    """Return dense strides for a shape, with dimensions in the order of the strides `like`."""
     stride, step = [0] * len(shape), 1
     for d in sorted(range(len(shape)), key=lambda d: (like[d], -d)):
         stride[d], step = step, step * shape[d]
@@ -269,30 +259,24 @@ def _dense(shape: tuple[int, ...], like: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass
 class Program:
-    """What passes take and change.
-
-    `inputs` are in the order of the graph's placeholders, `outputs` in that of its output node, whose argument is a
-    flat tuple of nodes. `mesh` gives the sizes of the mesh dimensions by name, outermost first, in ranks. `params` has
-    the layout of every parameter of the model by name, used here or not. `fake_mode` made the nodes' fake values, and
-    makes those of inserted nodes. `facts` are what passes have provided so far (their contracts speak of these), `remarks`
-    what they would have liked to do and could not. `aliases` has all names of each module that the model has under several, by each of them.
-    `sizes` are those that differ from call to call (none: all sizes are numbers).
+    """The graph that passes take and change, with what its inputs, outputs and parameters are.
 
     Shapes are those of one rank: from the level distributed on, a sharded parameter enters with its `shard_shape`.
     """
 
-    name: str
-    module: fx.GraphModule
-    inputs: list[Port]
-    outputs: list[Port]
-    mesh: dict[str, int]
-    params: dict[str, ParamSpec]
-    fake_mode: Any
-    level: Level = Level.CAPTURED
-    facts: set[str] = field(default_factory=set)
-    remarks: list[Remark] = field(default_factory=list, repr=False)
+    name: str  # what errors and texts call it
+    module: fx.GraphModule  # holds the graph and the constants that it reads
+    inputs: list[Port]  # ports in the order of the graph's placeholders
+    outputs: list[Port]  # ports in the order of the output node's argument, a flat tuple of nodes
+    mesh: dict[str, int]  # sizes of the mesh dimensions in ranks, outermost first
+    params: dict[str, ParamSpec]  # the layout of every parameter of the model by name, used here or not
+    fake_mode: Any  # makes the fake values of its nodes
+    level: Level = Level.CAPTURED  # how far it has come
+    facts: set[str] = field(default_factory=set)  # what passes have provided so far
+    remarks: list[Remark] = field(default_factory=list, repr=False)  # what passes could not do
+    # all names of each module that the model has under several, by each of them
     aliases: dict[str, tuple[str, ...]] = field(default_factory=dict, repr=False)
-    sizes: Sizes = NO_SIZES
+    sizes: Sizes = NO_SIZES  # sizes that differ from call to call; none: all are numbers
 
     # -- reading ---------------------------------------------------------------------------------------------------
     @property
@@ -327,16 +311,17 @@ class Program:
         return zip(self.outputs, self.output_values(), strict=True)
 
     def input_nodes(self, role: InputRole) -> dict[str, fx.Node]:
-        """The placeholders of one role, by name."""
+        """Return the placeholders of one role, by name."""
         return {port.name: node for port, node in self.input_items() if port.role is role}
 
     def modules_around(self, node: fx.Node) -> list[str]:
-        """The paths of the module that a node is of and of those around it, by all of their names; the outermost first."""
+        """Return the paths of a node's module and of the modules around it, by all of their names; the outermost
+        first."""
         path = info(node).module
         return around(self.aliases.get(path, (path,)))
 
     def first_name(self, path: str) -> str:
-        """The name of a module by which it is counted where it has several."""
+        """Return the first of a module's names: the one under which it is counted."""
         return self.aliases.get(path, (path,))[0]
 
     # -- changing --------------------------------------------------------------------------------------------------
@@ -349,7 +334,7 @@ class Program:
         name: str,
         kwargs: dict[str, Any] | None = None,
     ) -> fx.Node:
-        """Insert an operator at the graph's insertion point; its fake value is computed from its arguments'.
+        """Insert an operator at the graph's insertion point; its fake value is computed from those of its arguments.
 
         `name` is made unique by a suffix if another node has it. Raises what the operator's fake implementation raises
         for arguments that do not fit.
@@ -362,12 +347,13 @@ class Program:
         return node
 
     def behind(self, node: fx.Node) -> fx.Node:
-        """The node behind which something may stand that reads `node`: itself, or the last input."""
+        """Return the node after which a reader of `node` may be inserted: `node` itself, or the last input if it is an
+        input."""
         return node if node.op != "placeholder" else self.placeholders()[-1]
 
     def repeat(self, node: fx.Node, copies: Mapping[fx.Node, fx.Node], made_by: str) -> fx.Node:
         """Insert a copy of `node` at the graph's insertion point, for the backward: the same operator, on the `copies`
-        of its operands where there are some. `made_by` is the pass that wants it."""
+        of its operands where there are any. `made_by` is the pass that asks for it."""
         copied = self.graph.node_copy(node, lambda n: copies.get(n, n))
         copied.meta = dict(node.meta)
         record = info(node).replace(phase=Phase.BACKWARD, copy_of=node.name, made_by=made_by, transfer=None)
@@ -380,14 +366,14 @@ class Program:
         return copied
 
     def put_home(self, node: fx.Node, tier: str) -> None:
-        """Let an input come in where it lies: as a tensor of the host, or of a mapped file."""
+        """Make an input's fake value one of the tier that stores it: a tensor in host memory, or in a mapped file."""
         val = value(node)
         with self.fake_mode:
             node.meta["val"] = torch.empty_strided(val.size(), val.stride(), dtype=val.dtype, device="cpu")
         set_info(node, info(node).replace(home=tier))
 
     def evaluate(self, node: fx.Node) -> Any:
-        """The fake value that a node's operator gives for its arguments' fake values."""
+        """Return the fake value that a node's operator gives for its arguments' fake values."""
 
         def read(arg: fx.Node) -> Any:
             return value(arg)
@@ -412,20 +398,22 @@ class Program:
         return node
 
     def position(self, dim: str, made_by: str) -> fx.Node:
-        """This rank's position in a mesh dimension, as an int64 tensor of one element. The pass `made_by` adds the input for it where there
-        is none."""
+        """Return the node of this rank's position in a mesh dimension, an int64 tensor of one element.
+
+        Adds the input for it, made by the pass `made_by`, where the program has none.
+        """
         index = self.rank_index(dim, made_by)
         record = NodeInfo(phase=Phase.FORWARD, made_by=made_by)
         with self.graph.inserting_after(self.placeholders()[-1]):
             return self.call(torch.ops.aten.unsqueeze.default, (index, 0), record, name="place")
 
     def rank_index(self, dim: str, made_by: str) -> fx.Node:
-        """The input that `position` looks at."""
+        """Return the input for this rank's position in a mesh dimension, a 0-dim tensor; add it where there is none."""
         port = Port(InputRole.RANK_INDEX, dim)
         return self.number_input(port, NodeInfo(phase=Phase.FORWARD, made_by=made_by), name=f"rank_in_{dim}")
 
     def number_input(self, port: Port, record: NodeInfo, *, name: str) -> fx.Node:
-        """The 0-dim int64 input of a role and a name; it is added where there is none."""
+        """Return the 0-dim int64 input with this role and name; add it where there is none."""
         found = self.input_nodes(port.role).get(port.name)  # type: ignore[arg-type]
         if found is not None:
             return found
@@ -442,17 +430,17 @@ class Program:
         del self.inputs[at]
 
     def set_outputs(self, items: list[tuple[Port, fx.Node]]) -> None:
-        """Replace all outputs: ports and the nodes that give them, in order."""
+        """Replace all outputs by these ports and nodes, in order."""
         self.output_node().args = (tuple(node for _, node in items),)
         self.outputs = [port for port, _ in items]
 
     def recompile(self) -> None:
-        """Check the graph's structure and let its module follow the graph; the manager does this after each pass."""
+        """Check the graph's structure and update the module to the graph; the manager does this after each pass."""
         self.graph.lint()
         self.module.recompile()
 
     def snapshot(self) -> Program:
-        """A copy that later passes do not change: the graph is copied, fake values are shared."""
+        """Return a copy that later passes do not change: the graph is copied, fake values are shared."""
         graph = fx.Graph()
         memo: dict[fx.Node, fx.Node] = {}
         out = graph.graph_copy(self.graph, memo)
@@ -463,7 +451,8 @@ class Program:
         return self._with(fx_graphs.lazy_module(self.module, graph))
 
     def frozen(self, graph: fx_graphs.FrozenGraph) -> Callable[[], Program]:
-        """The same, where `graph` is this program's graph: what makes the copy, of which all such share the graph."""
+        """Return a function that returns a copy of this program as it is now; `graph` is this program's graph, which
+        all such copies share."""
         other = self._with(self.module)
 
         def made() -> Program:
@@ -489,7 +478,7 @@ class Program:
         )
 
     def at(self, sizes: Mapping[str, int]) -> Program:
-        """This program at these sizes by name: a static one, a copy. One whose sizes are numbers is itself."""
+        """Return this program at these sizes by name: a static copy, or itself if its sizes are numbers."""
         return static_at(self, sizes) if self.sizes else self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Program:

@@ -1,8 +1,9 @@
 """Parts of a program whose sizes depend on values (what a mask selects), each as one operator.
 
-Passes need sizes that are numbers. So what lies between a mask and the value that has a fixed size again (a mean, a
-matrix of gradients) is one node, `zgraph::region`: it takes and gives tensors of fixed sizes. Its second argument says in JSON what
-it computes, operator by operator, as plain PyTorch would; it is part of the program's text and digest, and needs nothing else to run.
+Passes need sizes that are numbers. So the operators between a mask and the next value of a fixed size (a mean, a
+matrix of gradients) are one node, `zgraph::region`: it takes and gives tensors of fixed sizes. Its second argument
+says in JSON what it computes, operator by operator, as plain PyTorch would; it is part of the program's text and
+digest, and needs nothing else to run.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from zgraph.program.ops import library
 
 
 def written(inputs: Sequence[fx.Node], nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> str:
-    """The text of a region. Raises `UnsupportedError` for a node that is no call of an operator."""
+    """Return the text of a region. Raises `UnsupportedError` for a node that is no call of an operator."""
     kinds = [serialize.type_to_json(node.meta["val"]) for node in outputs]
     for kind in kinds:
         kind["device"] = torch.device(kind["device"]).type  # (of which rank it is does not matter)
@@ -35,7 +36,10 @@ def written(inputs: Sequence[fx.Node], nodes: Sequence[fx.Node], outputs: Sequen
 
 
 def run(inputs: Sequence[torch.Tensor], program: str) -> list[torch.Tensor]:
-    """Run a region."""
+    """Run a region; its results have storage of their own, and the strides that they had when it was captured.
+
+    Raises `StepError` if a result has another shape than when it was captured.
+    """
     function, kinds = _loaded(program)
     taken = {x.untyped_storage()._cdata for x in inputs}
     given = []
@@ -56,7 +60,7 @@ def run(inputs: Sequence[torch.Tensor], program: str) -> list[torch.Tensor]:
 
 
 def fresh_outputs(inputs: Sequence[torch.Tensor], program: str) -> list[torch.Tensor]:
-    """Tensors as a region gives them, with no values."""
+    """Return tensors like a region's results, without values."""
     devices = {x.device.type: x.device for x in reversed(inputs)}
     return [_empty(kind, devices.get(kind["device"], kind["device"])) for kind in _loaded(program)[1]]
 

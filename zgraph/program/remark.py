@@ -1,4 +1,4 @@
-"""`Remark`: what a pass would have liked to do and could not, for people to read."""
+"""`Remark`: what a pass could not do, and why, for people to read."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Remark:
-    """A missed chance: the pass, the node that it is about, what was missed and why, its cost in seconds a step, and
-    what would help."""
+    """A chance that a pass missed."""
 
-    made_by: str
-    node: str
-    what: str
-    why: str
-    seconds: float
-    remedy: str
+    made_by: str  # the pass
+    node: str  # the node that it is about
+    what: str  # what was missed
+    why: str  # the reason
+    seconds: float  # what it costs in a step
+    remedy: str  # what would help
 
     def __str__(self) -> str:
         return f"{self.what}: {self.why}: +{self.seconds * 1e3:.3g} ms a step; {self.remedy}"

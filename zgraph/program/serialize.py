@@ -75,16 +75,16 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = (
 )
 _FUNCTION_NAMES = {function: name for name, function in _FUNCTIONS.items()}
 
-# What the tracer says of a node in a plain value, and torch's partitioner and Inductor read.
+# Plain values that the tracer leaves on a node, and that torch's partitioner and Inductor read.
 _META = ("partitioner_tag", "seq_nr", "autograd_backward", "is_gradient_acc", "original_aten")
 
 
 def to_json(program: Program, *, constants: bool = True) -> dict[str, Any]:
-    """The program as a JSON value (dicts, lists, strings, finite numbers). Without `constants` those of more than `MAX_CONSTANT_BYTES` are
-    written as types: such a program can be looked at, and not run.
+    """Return the program as a JSON value (dicts, lists, strings, finite numbers).
 
-    Raises `UnsupportedError` for what has no form: an argument that is no plain value, a call of anything but
-    an operator, a constant of more than `MAX_CONSTANT_BYTES`.
+    Without `constants` those of more than `MAX_CONSTANT_BYTES` are written as types: such a program can be looked at,
+    but not run. Raises `UnsupportedError` for what has no JSON form: an argument that is no plain value, a call of
+    anything but an operator, a constant of more than `MAX_CONSTANT_BYTES`.
     """
     return {
         **frame_to_json(program),
@@ -95,7 +95,7 @@ def to_json(program: Program, *, constants: bool = True) -> dict[str, Any]:
 
 
 def frame_to_json(program: Program) -> dict[str, Any]:
-    """What `to_json` says of a program besides its graph and its sizes."""
+    """Return what `to_json` writes of a program besides its graph and its sizes."""
     return {
         "format": FORMAT,
         "zgraph": __version__,
@@ -127,10 +127,10 @@ def _decode_sizes(data: dict[str, Any]) -> Sizes:
 
 
 def from_json(data: dict[str, Any]) -> Program:
-    """The program that `to_json` wrote, with a fake mode of its own.
+    """Return the program that `to_json` wrote, with a fake mode of its own.
 
-    Raises `ZgraphError` for another format version, an operator that is not registered here, a node that uses
-    one not defined before it, and for anything else that `to_json` does not write.
+    Raises `ZgraphError` for another format version, an operator that is not registered here, a node that uses one not
+    defined before it, and for anything else that `to_json` does not write.
     """
     if not isinstance(data, dict) or "format" not in data:
         raise ZgraphError("this is no program in JSON form", why="it states no format version")
@@ -146,7 +146,7 @@ def from_json(data: dict[str, Any]) -> Program:
 
 @contextlib.contextmanager
 def _said_in_words() -> Iterator[None]:
-    """What reading raises in here, as a `ZgraphError`."""
+    """Turn errors of reading into a `ZgraphError`."""
     try:
         yield
     except ZgraphError:
@@ -160,13 +160,13 @@ def _said_in_words() -> Iterator[None]:
 
 
 def frame_from_json(data: dict[str, Any]) -> dict[str, Any]:
-    """All fields of the program that `to_json` wrote but those of its graph. Raises what `from_json` does."""
+    """Return all fields of the program that `to_json` wrote, except those of its graph. Raises what `from_json` does."""
     with _said_in_words():
         return _Loader(data).frame()
 
 
 def nodes_to_json(nodes: Iterable[fx.Node]) -> list[dict[str, Any]]:
-    """Calls as JSON values, without what is known of their results. Raises `UnsupportedError` for what has no form."""
+    """Return calls as JSON values, without their results' types. Raises `UnsupportedError` for what has no JSON form."""
     rows = []
     for node in nodes:
         row: dict[str, Any] = {"name": node.name, "op": node.op, "target": _target_name(node)}
@@ -177,7 +177,10 @@ def nodes_to_json(nodes: Iterable[fx.Node]) -> list[dict[str, Any]]:
 
 
 def nodes_from_json(graph: fx.Graph, rows: Sequence[dict[str, Any]], given: dict[str, fx.Node]) -> dict[str, fx.Node]:
-    """Append the calls that `nodes_to_json` wrote to `graph`; `given` are the nodes that they use besides each other. Returns all by name."""
+    """Append the calls that `nodes_to_json` wrote to `graph`; return all nodes by name.
+
+    `given` are the nodes that the calls use besides each other.
+    """
     loader = _Loader({})
     loader.nodes.update(given)
     for row in rows:
@@ -186,7 +189,7 @@ def nodes_from_json(graph: fx.Graph, rows: Sequence[dict[str, Any]], given: dict
 
 
 def type_to_json(tensor: torch.Tensor) -> dict[str, Any]:
-    """What kind of tensor this is: dtype, sizes, strides, device."""
+    """Return a tensor's type as a JSON value: dtype, sizes, strides, device."""
     return _encode_type(tensor)
 
 
@@ -226,7 +229,7 @@ def _target_name(node: fx.Node) -> str:
 
 
 def _encode(item: Any) -> Any:
-    """A JSON form of an argument or a fake value."""
+    """Return the JSON form of an argument or a fake value."""
     if item is None or isinstance(item, (bool, int, str)):
         return item
     if isinstance(item, float):
@@ -277,7 +280,7 @@ def _encode_type(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def _encode_record(record: NodeInfo | Port | ParamSpec) -> dict[str, Any]:
-    """The fields of a dataclass that differ from their defaults."""
+    """Return the fields of a dataclass that differ from their defaults."""
     return {
         f.name: _encode(getattr(record, f.name))
         for f in dataclasses.fields(record)
@@ -286,7 +289,7 @@ def _encode_record(record: NodeInfo | Port | ParamSpec) -> dict[str, Any]:
 
 
 def _encode_constants(program: Program, all_data: bool) -> dict[str, Any]:
-    """What the get_attr nodes read: the bytes of a real tensor, the type alone of a fake one."""
+    """Return the constants that get_attr nodes read: with the bytes of a real tensor, the type alone of a fake one."""
     found: dict[str, Any] = {}
     for node in program.graph.find_nodes(op="get_attr"):
         name, where = str(node.target), f"node {node.name!r}"
@@ -314,7 +317,7 @@ def _encode_constants(program: Program, all_data: bool) -> dict[str, Any]:
 
 
 def _span(tensor: torch.Tensor) -> int:
-    """The elements of storage from a tensor's first to its last, gaps included and overlaps counted once."""
+    """Return the elements of storage from a tensor's first to its last, gaps included and overlaps counted once."""
     if not tensor.numel():
         return 0
     return 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
@@ -322,7 +325,7 @@ def _span(tensor: torch.Tensor) -> int:
 
 # -- reading ----------------------------------------------------------------------------------
 class _Loader:
-    """One program on its way in: `nodes` are those made so far, by name."""
+    """The state of reading one program: `nodes` are those read so far, by name."""
 
     def __init__(self, data: dict[str, Any]) -> None:
         self.data = data
@@ -350,7 +353,7 @@ class _Loader:
         return program
 
     def frame(self) -> dict[str, Any]:
-        """The fields of the program that are not its graph's."""
+        """Return the fields of the program that are not its graph's."""
         data = self.data
         specs = [ParamSpec(**self.fields(spec)) for spec in data["params"]]
         return {
@@ -380,7 +383,7 @@ class _Loader:
                 node.meta["val"] = self.decode(row["val"])
             if "info" in row:
                 record = self.fields(row["info"])
-                if "turn" in record:  # what `chunk` was called
+                if "turn" in record:  # the name that `chunk` had in earlier versions
                     record["chunk"] = record.pop("turn")
                 set_info(
                     node,
@@ -484,7 +487,7 @@ def _empty(kind: dict[str, Any]) -> torch.Tensor:
 
 
 def _named(kind: type, name: str) -> Any:
-    """The torch.dtype, memory format or layout of that name."""
+    """Return the torch.dtype, memory format or layout of this name."""
     found = getattr(torch, name, None)
     if not isinstance(found, kind):
         raise ZgraphError(f"torch has no {kind.__name__} {name!r}")
@@ -492,7 +495,7 @@ def _named(kind: type, name: str) -> Any:
 
 
 def _target(name: str) -> Any:
-    """The operator or function that a node's target names; nothing else can be named."""
+    """Return the operator or function that a node's target names; nothing else can be named."""
     if name in _FUNCTIONS:
         return _FUNCTIONS[name]
     namespace, _, rest = name.partition(".")

@@ -1,9 +1,10 @@
-"""Sizes of a program that differ from call to call: symbols, what holds of them, and programs at a point.
+"""Sizes of a program that differ from call to call: symbols, the conditions on them, and programs at fixed sizes.
 
-A program with symbolic sizes has one input for each symbol (role SIZE, an int). Every other size is arithmetic on these: what is saved for a
-backward is never a size. Tensors' fake values have expressions of the symbols as sizes; torch answers a question about them (is this size
-larger than that one?) by adding a guard, for which the program then holds. So nothing here asks: `static` is for comparing, `typical` for
-deciding about time, `largest` for deciding about memory, and the verifier (`zgraph.passes.verifier`) refuses a pass that added a guard.
+A program with symbolic sizes has one input for each symbol (role SIZE, an int). Every other size is arithmetic on
+these: what is saved for a backward is never a size. Tensors' fake values have expressions of the symbols as sizes;
+torch answers a question about them (is this size larger than that one?) by adding a guard, and the program then holds
+only where the guard does. So nothing here asks: `static` is for comparing, `typical` for deciding about time,
+`largest` for deciding about memory, and the verifier (`zgraph.passes.verifier`) refuses a pass that added a guard.
 """
 
 from __future__ import annotations
@@ -43,18 +44,15 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ProgramSize:
-    """A size that differs from call to call: from `low` to `high` (None: nothing bounds it), decided for at `typical`.
+    """A size that differs from call to call."""
 
-    A call has it as dimension `dim` of flat input `index`. `where` is the user's line that bounds it.
-    """
-
-    name: str
-    low: int
-    high: int | None
-    typical: int
-    index: int
-    dim: int
-    where: str | None = None
+    name: str  # its name in texts and conditions
+    low: int  # the smallest value
+    high: int | None  # the largest value, None where nothing bounds it
+    typical: int  # the value for which decisions about time are made
+    index: int  # the flat input of a call that has it
+    dim: int  # the dimension of that input
+    where: str | None = None  # the user's line that bounds it
 
     @property
     def range(self) -> str:
@@ -64,19 +62,20 @@ class ProgramSize:
 
 @dataclass(frozen=True)
 class SizeGuard:
-    """A condition on sizes that a program holds for, as Python writes it, and the user's line that made it one."""
+    """A condition on sizes under which a program holds."""
 
-    condition: str
-    where: str | None = None
+    condition: str  # as a Python expression
+    where: str | None = None  # the user's line that made it a condition
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """All sizes of a program, and what holds of them together. Empty (and false) for one whose sizes are numbers."""
+    """All sizes of a program that differ from call to call, and the conditions on them; empty (and false) if all are
+    numbers."""
 
-    symbols: tuple[ProgramSize, ...] = ()
-    guards: tuple[SizeGuard, ...] = ()
-    # Those that are no inputs of the program, because guards make them arithmetic on the symbols.
+    symbols: tuple[ProgramSize, ...] = ()  # the sizes that are inputs of the program
+    guards: tuple[SizeGuard, ...] = ()  # the conditions under which it holds
+    # Sizes that are no inputs of the program, because guards make them arithmetic on the symbols.
     tied: tuple[ProgramSize, ...] = ()
 
     def __bool__(self) -> bool:
@@ -97,7 +96,7 @@ class Sizes:
 
     @property
     def unbounded(self) -> tuple[str, ...]:
-        """The names of those that nothing bounds."""
+        """The names of the sizes that nothing bounds."""
         return tuple(s.name for s in self.every if s.high is None)
 
     @property
@@ -106,11 +105,11 @@ class Sizes:
         return {s.name: s.typical if s.high is None else s.high for s in self.every}
 
     def of_call(self, flat: Any) -> dict[str, int]:
-        """The sizes of a call, by its flat inputs."""
+        """Return the sizes of a call by name, from its flat inputs."""
         return {s.name: flat[s.index].shape[s.dim] for s in self.every}
 
     def key(self, flat: Any) -> tuple[int, ...]:
-        """The sizes of a call, by its flat inputs, in the order of their names."""
+        """Return the sizes of a call in the order of `every`, from its flat inputs."""
         return tuple([flat[s.index].shape[s.dim] for s in self.every])
 
     @functools.cached_property
@@ -120,11 +119,11 @@ class Sizes:
         return symbols.evaluator(" and ".join(conditions), self.names)
 
     def hold(self, point: Mapping[str, int]) -> bool:
-        """Whether a program with these sizes holds at a point."""
+        """Return whether a program with these sizes holds at a point."""
         return bool(self._hold(*(point[n] for n in self.names)))
 
     def broken(self, point: Mapping[str, int]) -> tuple[str, str | None]:
-        """(the first condition that does not hold at a point, the user's line that made it one)."""
+        """Return (the first condition that does not hold at a point, the user's line that made it one)."""
         for s in self.every:
             if not s.low <= point[s.name] <= (s.high if s.high is not None else point[s.name]):
                 return f"{s.name} is {s.range}", s.where
@@ -143,41 +142,45 @@ _sealed: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # ho
 
 
 def static(size: Any) -> Any:
-    """A size that can be hashed, and compared with another without a guard: a number, or an expression."""
+    """Return a size as a number or an expression, which can be hashed, and compared with another without adding a
+    guard."""
     return symbols.expression(size)
 
 
 def typical(size: Any) -> int:
-    """A size at the typical point of its program."""
+    """Return a size at the typical point of its program."""
     return size if type(size) is int else symbols.hint(size)
 
 
 def largest(size: Any) -> int:
-    """A size at the largest sizes of its program; of those that nothing bounds at the typical ones."""
+    """Return a size at the largest sizes of its program; symbols that nothing bounds are at their typical values."""
     return size if type(size) is int else symbols.most(size)
 
 
 def stand_in(size: Any) -> int:
-    """A number that stands for a size where axes are compared and cut: sizes are equal, and one is a multiple of another, if these numbers are
-    (see `symbols.StandIns`). Of a size that is a number itself."""
+    """Return a number that stands for a size where axes are compared and cut; a size that is a number stands for
+    itself.
+
+    Sizes are equal, and one is a multiple of another, if these numbers are (see `symbols.StandIns`).
+    """
     if type(size) is int:
         return size
     return _stand_ins.setdefault(symbols.environment(size), symbols.StandIns()).of(size)
 
 
 def is_stand_in(number: int) -> bool:
-    """Whether this stands for a size that is no number."""
+    """Return whether a number stands for a symbolic size."""
     return number > symbols.FIRST_STAND_IN
 
 
 def stood_for(number: int, mode: Any) -> Any:
-    """The size, in a fake mode, that a number stands for."""
+    """Return the size, in a fake mode, that a number stands for."""
     env = getattr(mode, "shape_env", None)
     return _stand_ins[env].size(number, env) if env in _stand_ins else number
 
 
 def part_of(size: Any, count: int) -> Any:
-    """One of so many equal parts of a size, which it can be cut into."""
+    """Return one of `count` equal parts of a size that is divisible by it."""
     if type(size) is int:
         return size // count
     env = symbols.environment(size)
@@ -185,25 +188,27 @@ def part_of(size: Any, count: int) -> Any:
 
 
 def text(size: Any) -> str:
-    """A size as texts show it: "12", "2*seq"."""
+    """Return a size as texts show it: "12", "2*seq"."""
     if not is_symbolic(size):
         return str(size)
     return symbols.text(size.node.expr, _names.get(symbols.environment(size), {}))
 
 
 def texts(sizes: Any) -> str:
-    """A shape as texts show it: "[2, seq]"."""
+    """Return a shape as texts show it: "[2, seq]"."""
     return f"[{', '.join(map(text, sizes))}]"
 
 
 def formula(numbers: Sequence[Any], names: tuple[str, ...]) -> Callable[..., tuple[int, ...]]:
-    """Several numbers of a program as a function of its sizes by these names, in this order."""
+    """Return several numbers of a program as one function of its sizes by these names, in this order."""
     return symbols.evaluator(f"({''.join(f'{text(n)}, ' for n in numbers)})", names)
 
 
 def number_node(graph: fx.Graph, size: Any, beside: Collection[fx.Node] = ()) -> fx.Node | int:
-    """The node of a program's graph that computes a size (an int where it is a number), but none of those `beside`. It is made, behind
-    the inputs, where there is none."""
+    """Return the node of a program's graph that computes a size, or an int where the size is a number.
+
+    Nodes in `beside` are left out. Where there is none the arithmetic is inserted behind the inputs.
+    """
     found = symbols.expression(size)
     if isinstance(found, int):
         return found
@@ -223,7 +228,7 @@ def number_node(graph: fx.Graph, size: Any, beside: Collection[fx.Node] = ()) ->
 
 
 def evaluate_number(node: fx.Node, like: fx.Node) -> None:
-    """Give a node of arithmetic on sizes its value, and the record that `like` has."""
+    """Give a node of arithmetic on sizes its value, and the record of `like`."""
     args: Any = fx.node.map_arg(node.args, lambda a: a.meta["val"])
     kwargs: Any = fx.node.map_arg(node.kwargs, lambda a: a.meta["val"])
     node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
@@ -231,17 +236,17 @@ def evaluate_number(node: fx.Node, like: fx.Node) -> None:
 
 
 def with_nodes(graph: fx.Graph, arguments: Any) -> Any:
-    """Arguments of a node with nodes in place of symbolic sizes."""
+    """Return a node's arguments with nodes in place of symbolic sizes."""
     return fx.node.map_aggregate(arguments, lambda a: number_node(graph, a) if isinstance(a, torch.SymInt) else a)
 
 
 def named(mode: Any, sizes: Mapping[str, Any]) -> None:
-    """Let texts show the symbols of an environment by these names."""
+    """Set the names by which texts show the symbols of a fake mode."""
     named_symbols(mode.shape_env, symbols.symbols_of(sizes))
 
 
 def named_symbols(env: Any, names: Mapping[Any, str]) -> None:
-    """Let texts show these symbols of an environment by their names."""
+    """Set the names by which texts show these symbols of an environment."""
     _names[env] = dict(names)
 
 
@@ -259,7 +264,8 @@ P = TypeVar("P", bound=_Program)
 
 
 def remade(program: P, typical: Mapping[str, int] | None = None) -> P:
-    """A copy with an environment of its own, in which what is asked of sizes stays, decided for at another point."""
+    """Return a copy with a shape environment of its own, decided for at another point: guards added to it do not reach
+    the original."""
     point = typical or program.sizes.typical
     mode, sizes = new_mode(program.sizes.symbols, point)
     given = tuple(replace(s, typical=point[s.name]) for s in program.sizes.symbols)
@@ -267,14 +273,14 @@ def remade(program: P, typical: Mapping[str, int] | None = None) -> P:
 
 
 def new_mode(sizes: Sequence[ProgramSize], point: Mapping[str, int]) -> tuple[Any, dict[str, torch.SymInt]]:
-    """(a fake mode, its sizes by name), decided for at a point."""
+    """Return (a fake mode, its symbolic sizes by name) with the values of `point` as hints."""
     mode, found = symbols.new_mode({s.name: (s.low, s.high, point[s.name]) for s in sizes})
     named(mode, found)
     return mode, found
 
 
 def static_at(program: P, point: Mapping[str, int]) -> P:
-    """The program at these sizes: a static one, all of whose sizes are numbers."""
+    """Return a static copy of the program at these sizes: all of its sizes are numbers."""
     made: Any = converted(program, FakeTensorMode(), {s.name: point[s.name] for s in program.sizes.symbols}, NO_SIZES)
     numbers = [n for n in made.graph.nodes if type(n.meta.get("val")) in (int, float)]
     for node in numbers:
@@ -294,13 +300,13 @@ def static_at(program: P, point: Mapping[str, int]) -> P:
 
 
 def replace_number(user: fx.Node, node: fx.Node, number: fx.Node | int) -> None:
-    """Let a node read a number, or the node of one, where it read another node."""
+    """Make `user` read `number` (or the node of one) wherever it read `node`."""
     user.args = fx.node.map_arg(user.args, lambda a: number if a is node else a)
     user.kwargs = fx.node.map_arg(user.kwargs, lambda a: number if a is node else a)
 
 
 def converted(program: P, mode: Any, sizes: Mapping[str, Any], known: Sizes) -> P:
-    """A copy whose values have these sizes by name, in a fake mode."""
+    """Return a copy in the fake mode `mode`, whose values have these `sizes` by name in place of symbols."""
     made: Any = program.snapshot()
     env = program.fake_mode.shape_env
     by_symbol = {s: sizes[name] for s, name in _names[env].items() if name in sizes}
@@ -327,13 +333,13 @@ def converted(program: P, mode: Any, sizes: Mapping[str, Any], known: Sizes) -> 
 
 
 def seal(program: _Program) -> None:
-    """Note how much has been asked of a program's sizes: for the answers it holds, and nothing more is to be asked."""
+    """Record how many guards a program's sizes have: it holds under these, and passes must add none."""
     env = program.fake_mode.shape_env
     _sealed[env] = symbols.known(env)
 
 
 def asked_since(program: _Program) -> list[SizeGuard]:
-    """What has been asked of a program's sizes since it was sealed."""
+    """Return the guards that were added to a program's sizes since it was sealed."""
     env = getattr(program.fake_mode, "shape_env", None)
     if env is None or env not in _sealed:
         return []
@@ -341,7 +347,7 @@ def asked_since(program: _Program) -> list[SizeGuard]:
 
 
 def guards_of(env: Any) -> list[SizeGuard]:
-    """All that has been asked of sizes, by their names."""
+    """Return all guards of an environment, with sizes by their names."""
     return [SizeGuard(symbols.text(g.condition, _names.get(env, {})), g.where) for g in symbols.guards(env)]
 
 

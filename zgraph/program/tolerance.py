@@ -1,4 +1,4 @@
-"""How far two tensors are apart, and how far they may be where the one is the other but for rounding."""
+"""How far two tensors are apart, and how far they may be if they differ by rounding alone."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 
 # Relative errors, norm-wise, by dtype: a few hundred roundings of that dtype, as sums of a model's length make.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
-# A gradient, or a buffer (a running mean), that is zero in exact arithmetic is nothing but rounding: a share of the norm of all is allowed.
+# A gradient or buffer (a running mean) that is zero in exact arithmetic consists of rounding errors: a share of the norm of all is allowed.
 FLOOR = {torch.float64: 1e-15}
 DEFAULT_FLOOR = 3e-7
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's bits as integers (as which not-a-number equals itself)."""
+    """Return a tensor's bits as integers, which compare NaN equal to itself."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     if tensor.dtype is torch.bool:
@@ -27,23 +27,21 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Difference:
-    """One compared tensor on one rank: `what` is "output", "gradient", "buffer" or "kept weight"; of an update "parameter" or "state"; of a
-    pipeline also "value for later stages", "gradient for earlier stages", and "part of a gradient" of what several stages hold. A "sent value"
-    or "sent gradient" was sent in few bits: its `error` is a share of what the format allows.
+    """One compared tensor on one rank."""
 
-    `error` is the norm-wise relative error, ‖mine - plain‖ / ‖plain‖ (inf for another type or shape, or a tensor that is
-    missing), `allowed` the largest that is taken for rounding, `exact` whether all bits are equal. `stages` are those of a pipeline
-    that made it, none without one. `phase` says when it was compared ("step 1, backward 2"), where several steps are.
-    """
-
+    # "output", "gradient", "buffer", "kept weight"; of an update "parameter" or "state"; of a pipeline also "value for
+    # later stages", "gradient for earlier stages", and "part of a gradient" of parameters that several stages hold;
+    # "sent value" or "sent gradient" for what was sent quantized
     what: str
-    name: str
-    rank: int
+    name: str  # the tensor's name
+    rank: int  # the rank that computed it
+    # ‖mine - plain‖ / ‖plain‖ (inf for another type or shape, or a missing tensor); of a quantized value the share of
+    # the error that its format allows
     error: float
-    allowed: float
-    exact: bool
-    stages: tuple[int, ...] = ()
-    phase: str = ""
+    allowed: float  # the largest error that is taken for rounding
+    exact: bool  # whether all bits are equal
+    stages: tuple[int, ...] = ()  # the pipeline stages that computed it, none without a pipeline
+    phase: str = ""  # when it was compared ("step 1, backward 2"), where there are several steps
 
     @property
     def ok(self) -> bool:
@@ -74,8 +72,11 @@ def difference(
     bound: float | None = None,
     stages: tuple[int, ...] = (),
 ) -> Difference:
-    """`all_norm` is that of all gradients, or all buffers. `computed`: what it was computed in, where that is coarser than what it is kept in.
-    `bound`: what is allowed instead of the tolerance of that dtype."""
+    """Compare a tensor with that of plain PyTorch.
+
+    `all_norm` is the norm of all gradients, or all buffers, together. `computed` is the dtype of the computation,
+    where it is coarser than the tensor's own. `bound` replaces the tolerance of this dtype.
+    """
     if not _comparable(mine, plain):
         return Difference(what, f"{name} (another type)", rank, float("inf"), 0.0, False, stages)
     mine, plain = mine.detach(), plain.detach()
@@ -97,13 +98,13 @@ def difference(
 
 
 def norm_of(tensors: Iterable[torch.Tensor]) -> float:
-    """The norm of all floating-point ones together, as far as they are finite."""
+    """Return the norm of all floating-point tensors together; tensors that are not finite are left out."""
     norms = (float(t.detach().double().norm()) for t in tensors if t.is_floating_point())
     return math.hypot(*(n for n in norms if math.isfinite(n)), 0.0)
 
 
 def same_bits(mine: Any, plain: Any) -> bool:
-    """Are two tensors of one type equal in every bit? (Not a number equals itself here, and 0.0 is not -0.0.)"""
+    """Return whether two tensors of one type are equal in every bit: NaN equals itself, and 0.0 is not -0.0."""
     return _comparable(mine, plain) and torch.equal(bits(mine.detach()), bits(plain.detach()))
 
 

@@ -1,7 +1,8 @@
-"""Which nodes are one transfer: a collective that gathers a parameter or reduces a gradient, its wait, the layout nodes around both, and the
-release of what it gathers; or a collective over parts of a value that ranks compute together, and its wait.
+"""Marks the nodes of one transfer.
 
-The pass that inserts them gives all of them the same `NodeInfo.transfer`, the name of the collective's start.
+A transfer is a collective that gathers a parameter or reduces a gradient, its wait, the layout nodes around both, and
+the release of what it gathers; or a collective over parts of a value that ranks compute together, and its wait. The
+pass that inserts them gives all of them the same `NodeInfo.transfer`, the name of the collective's start.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ _SERVING = (Role.WAIT, Role.LAYOUT)
 
 
 def mark_transfers(made: Sequence[fx.Node]) -> None:
-    """Give nodes that were made for one parameter, in order, the transfer that each belongs to: a wait that of the start before it, a layout
-    node that of the next start, or of the last."""
+    """Set the transfer of nodes that were made for one parameter, in order.
+
+    A wait belongs to the start before it, a layout node to the next start, or to the last.
+    """
     starts = [node for node in made if collectives.is_start(node)]
     if not starts:
         return
@@ -32,7 +35,7 @@ def mark_transfers(made: Sequence[fx.Node]) -> None:
 
 
 def mark_exchange(node: fx.Node) -> None:
-    """Give an exchange's start, or its wait, the transfer that it belongs to. Other nodes stay as they are."""
+    """Set the transfer of an exchange's start, or of its wait. Other nodes stay as they are."""
     if collectives.is_start(node) and info(node).role is Role.EXCHANGE:
         set_info(node, info(node).replace(transfer=node.name))
     elif collectives.is_wait(node) and info(start := collectives.start_of(node)).role is Role.EXCHANGE:
@@ -40,7 +43,8 @@ def mark_exchange(node: fx.Node) -> None:
 
 
 def mark_by_graph(program: Program) -> None:
-    """Mark all transfers of a program by the nodes around each start: one that was written before records had `transfer`."""
+    """Mark all transfers of a program by the nodes around each start: for programs written before records had
+    `transfer`."""
     for start in program.graph.nodes:
         mark_exchange(start)
         if collectives.is_start(start) and info(start).role in (Role.GATHER, Role.REDUCE):
@@ -49,7 +53,7 @@ def mark_by_graph(program: Program) -> None:
 
 
 def _around(start: fx.Node) -> list[fx.Node]:
-    """The start, and the wait, the layout nodes that serve it alone, and the release of what it gathers."""
+    """Return a start, its wait, the layout nodes that serve it alone, and the release of what it gathers."""
     found = [start]
     operand = start.all_input_nodes[0]
     while operand.op == "call_function" and info(operand).role is Role.LAYOUT and len(operand.users) == 1:

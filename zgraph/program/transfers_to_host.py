@@ -1,12 +1,14 @@
-"""The operators that move values between the device and where they are offloaded to, each as a start and a wait.
+"""The operators that copy values between the device and the tier that they are offloaded to, each as a start and a
+wait.
 
-    zgraph::fetch(home, device) -> x    starts bringing a value from its home to the device
-    zgraph::offload(x, tier) -> home    starts taking a value to a home of its own in a tier ("cpu", "nvme")
-    zgraph::store(home!, x) -> token    starts writing a value over the one at home (in updates alone)
+    zgraph::fetch(home, device) -> x    starts copying a value from its tier to the device
+    zgraph::offload(x, tier) -> home    starts copying a value into new memory of a tier ("cpu", "nvme")
+    zgraph::store(home!, x) -> token    starts writing a value over the one in its tier (in updates alone)
     zgraph::moved(to, of) -> to         waits for it; until then `of` lives, and nothing else may read `to`
 
-They are functional, but for `store`. Code generation writes the wait as the change in place that it is (`moved_`), so that no reader
-of a value can come before it. What runs them stands in `zgraph/offload/run_transfers.py`; on virtual ranks they are copies.
+They are functional, but for `store`. Code generation replaces the wait by one that writes in place (`moved_`), so that
+no reader of a value can come before it. What runs them is in `zgraph/offload/run_transfers.py`; on virtual ranks they
+are copies.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from torch import fx
 
 from zgraph.program.ops import library
 
-_ANY = (torch.Tag.flexible_layout,)  # (strides of Inductor's own: a copy with others would not be what is on its way)
+# (Inductor may choose the strides: it would else copy a value whose transfer is still running)
+_ANY = (torch.Tag.flexible_layout,)
 
 library.define("fetch(Tensor home, Device device) -> Tensor", tags=_ANY)
 library.define("offload(Tensor x, str tier) -> Tensor", tags=_ANY)
@@ -51,23 +54,23 @@ _ends: list[Callable[[], None]] = []
 
 
 def when_one_fails(end: Callable[[], None]) -> None:
-    """Let `end` be called when a program with moves fails: nothing waits for those that it has started."""
+    """Register `end` to be called when a program with transfers fails: nothing waits for those that it has started."""
     _ends.append(end)
 
 
 def failed() -> None:
-    """A program has failed."""
+    """Report that a program has failed to those that registered with `when_one_fails`."""
     for end in _ends:
         end()
 
 
 def is_start(node: fx.Node) -> bool:
-    """Whether this node starts a move."""
+    """Return whether this node starts a transfer to or from a tier."""
     return node.op == "call_function" and node.target in (FETCH, OFFLOAD, STORE)
 
 
 def is_wait(node: fx.Node) -> bool:
-    """Whether this node waits for a move."""
+    """Return whether this node waits for a transfer to or from a tier."""
     return node.op == "call_function" and node.target in (MOVED, MOVED_IN_PLACE)
 
 
@@ -80,7 +83,7 @@ def start_of(wait: fx.Node) -> fx.Node:
 
 
 def moved_value(start: fx.Node) -> fx.Node:
-    """The node whose value a start moves."""
+    """Return the node whose value a start copies."""
     operand = start.args[1] if start.target is STORE else start.args[0]
     assert isinstance(operand, fx.Node)
     return operand
