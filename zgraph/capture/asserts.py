@@ -1,8 +1,10 @@
-"""Keeps what a model asserts about values: `assert` on a tensor, `if …: raise`, `torch._assert`, `torch._assert_async`, `torch._check` on `.item()`.
+"""Keeps what a model asserts about values: `assert` on a tensor, `if …: raise`, `torch._assert`, `torch._assert_async`,
+`torch._check` on `.item()`.
 
-AOTAutograd leaves such a check in the joint graph as an operator that nobody reads. Here it becomes `zgraph::check`, whose result is an output
-of the program (`OutputRole.CHECK`), so that every later pass, which keeps what outputs need, keeps it too: in the stage and on the ranks that
-compute its operand, in the forward or the backward, and never recomputed.
+AOTAutograd leaves such a check in the joint graph as an operator whose result nobody reads. Here it becomes
+`zgraph::check`, whose result is an output of the program (`OutputRole.CHECK`). Every later pass keeps what outputs
+need, and so keeps the check: in the stage and on the ranks that compute its operand, in the forward or the backward,
+and never recomputed.
 """
 
 from __future__ import annotations
@@ -31,8 +33,11 @@ def name_asserts(module: fx.GraphModule) -> None:
 
 
 def keep_asserts(program: Program) -> list[tuple[Port, fx.Node]]:
-    """Replace each assertion of a tensor in a program by a check; returns these as outputs. (What is asserted of a Python number that
-    depends on values is an assertion of a tensor by now: see `zgraph.capture.data_dependent_sizes`. Others hold already.)"""
+    """Replace each assertion of a tensor in a program by a check, and return the checks as outputs.
+
+    An assertion of a Python number that depends on values has become one of a tensor before
+    (`zgraph.capture.data_dependent_sizes`); those of other numbers hold already.
+    """
     results = []
     for node in [n for n in program.graph.nodes if n.target in (aten._assert_async.msg, aten._assert_scalar.default)]:
         condition, message = node.args[0], str(node.args[1])
@@ -56,8 +61,10 @@ def keep_asserts(program: Program) -> list[tuple[Port, fx.Node]]:
 
 
 def _let_parts_be_checked(program: Program, condition: fx.Node) -> None:
-    """Write what a check alone reads of a whole tensor (`all`, `any`, `max`, `min`) as a sum or a maximum: of these, passes know how ranks that have
-    parts of the tensor compute them together."""
+    """Rewrite the whole-tensor reductions (`all`, `any`, `max`, `min`) that only a check reads as a sum or a maximum.
+
+    Passes know how ranks that hold parts of the tensor compute these together.
+    """
     stack = [condition]
     while stack:
         node = stack.pop()
@@ -88,7 +95,7 @@ _WHOLE = {
 
 
 def _counted(program: Program, node: fx.Node, x: fx.Node) -> fx.Node:
-    """All are true: none is not. Any is: one or more."""
+    """Replace `all` by a count of false elements that is 0, and `any` by a count of true elements that is not 0."""
     record, every = info(node), node.target in (aten.all.default, aten._is_all_true.default)
     with program.graph.inserting_before(node):
         if x.meta["val"].dtype is not torch.bool:
@@ -111,7 +118,7 @@ def _extreme(program: Program, node: fx.Node, x: fx.Node) -> fx.Node:
 
 
 def _end_of_forward(program: Program) -> fx.Node:
-    """The first node behind the forward."""
+    """Return the first node after the forward."""
     return next(
         (n for n in program.graph.nodes if n.op != "placeholder" and _phase(n) is not Phase.FORWARD),
         program.output_node(),

@@ -1,4 +1,5 @@
-"""Whether what `train_step` cuts into micro-batches is the batch, by the axes of the captured program (see `zgraph.passes.analysis.axes`)."""
+"""Checks that the dimension which `train_step` cuts into micro-batches is the batch, by the axes of the captured
+program (`zgraph.passes.analysis.axes`)."""
 
 from __future__ import annotations
 
@@ -23,12 +24,14 @@ _PRODUCTS = (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm
 _COUNTS = (aten.arange.default, aten.arange.start, aten.arange.start_step, torch.ops.prims.iota.default)
 _SOFTMAX = (aten._softmax.default, aten._safe_softmax.default)
 _APART = {aten.select.int: (1, 0), aten.unbind.int: (1, 0), aten.split.Tensor: (2, 0)}
-"""What takes a tensor apart, with the place of the dimension among its arguments and its default."""
+"""Operators that take a tensor apart: (position of the dimension among the arguments, its default)."""
 
 
 def refuse_other_dimensions(program: Program, inputs: Sequence[tuple[str, torch.Tensor, int]], size: int) -> None:
-    """Raise `StepError` for what was cut on dimension 0 as the batch is, and can't be the batch by what the program does with it. `inputs`
-    are the tensors of a micro-batch of `size` rows, the first one first: what the user calls each, and its index among the flat inputs."""
+    """Raise `StepError` for an input that was cut on dimension 0 although the program does not use this dimension as the batch.
+
+    `inputs` are the tensors of a micro-batch of `size` rows, in order: (the user's name, the tensor, its index among the flat inputs).
+    """
     nodes = {port.index: node for port, node in program.input_items() if port.role is InputRole.INPUT}
     read = [(name, nodes[index]) for name, x, index in inputs if index in nodes and x.dim() and x.shape[0] == size]
     if len(read) == 0 or size < 2:
@@ -59,13 +62,13 @@ def refuse_other_dimensions(program: Program, inputs: Sequence[tuple[str, torch.
 
 
 class LossOperators(TorchDispatchMode):
-    """Notes, while a loss function runs, which operators it runs on which tensors: it is the user's, and is captured nowhere."""
+    """Records the operators that a loss function runs on which tensors: it is the user's own, and is not captured."""
 
     def __init__(self) -> None:
         super().__init__()
         self.graph = fx.Graph()
         self._nodes: dict[int, fx.Node] = {}
-        self._held: list[torch.Tensor] = []  # (whose ids these are)
+        self._held: list[torch.Tensor] = []  # (keeps the tensors alive whose ids are keys of `_nodes`)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
@@ -90,8 +93,8 @@ class LossOperators(TorchDispatchMode):
             self._held.append(made)
 
     def refuse_other_dimensions(self, output: Any, others: Any, size: int) -> None:
-        """Raise `StepError` for a tensor among the loss function's `others` that was cut on dimension 0, as the rows of the `output` are, and is
-        never read beside these."""
+        """Raise `StepError` for a tensor among the loss function's `others` that was cut on dimension 0 although it is no part of the batch:
+        it is never read beside the rows of the `output`."""
         cut = lambda x: isinstance(x, torch.Tensor) and x.dim() and x.shape[0] == size and id(x) in self._nodes  # noqa: E731
         axes = Axes(None, self.graph.nodes)
         operators = [n for n in self.graph.nodes if n.op == "call_function"]
@@ -127,23 +130,26 @@ _REDUCTIONS = (
 
 
 def _only_reduced(mine: set[int], axes: Axes, operators: Sequence[fx.Node]) -> bool:
-    """Whether these axes end in sums and the like alone, as a count of each row's targets does."""
+    """Return whether these axes end only in reductions such as sums (a count of each row's targets, say)."""
     has = lambda n: any(mine & set(dim) for shape in axes.shapes(n) for dim in shape)  # noqa: E731
     ends = [n for n in operators if any(map(has, n.all_input_nodes)) and not has(n)]
     return all(getattr(getattr(n.target, "overloadpacket", None), "__name__", "") in _REDUCTIONS for n in ends)
 
 
 class _Order:
-    """Looks for what a forward does with the axes of dimension 0 that it would not do with a batch: rows that are read by their places, or together
-    with their neighbours. What losses do, which may compare all rows with all, is none of it."""
+    """Looks for operations of a forward along dimension 0 that make no sense for a batch: rows selected by position, or
+    combined with their neighbours.
+
+    Losses, which may compare all rows with all, do not count.
+    """
 
     def __init__(self, program: Program, axes: Axes, forward: Sequence[fx.Node], batch: set[int]) -> None:
         self.axes, self.forward, self.batch = axes, forward, batch
         roles = (InputRole.PARAMETER, InputRole.BUFFER)
         self.own = {
             n for port, n in program.input_items() if port.role in roles
-        }  # what is computed of the model's tensors alone
-        self.counts: set[fx.Node] = set()  # what is computed of 0, 1, 2, … along the batch alone
+        }  # nodes computed from the model's own tensors alone
+        self.counts: set[fx.Node] = set()  # nodes computed from 0, 1, 2, … along the batch alone
         for node in forward:
             operands = operands_of(node)
             if operands and self.own.issuperset(operands):
@@ -154,7 +160,7 @@ class _Order:
                 self.counts.add(node)
 
     def found(self) -> tuple[str, str | None] | None:
-        """(what it does, the user's line); None where there is nothing of the kind."""
+        """Return (what the forward does, the user's line); None where it does nothing of the kind."""
         for node in self.forward if self.batch else ():
             what = self._what(node)
             if what is not None:
@@ -179,12 +185,12 @@ class _Order:
         return None
 
     def _has(self, node: fx.Node, dims: Iterable[int]) -> bool:
-        """Whether axes of the batch are among these dimensions of a value."""
+        """Return whether axes of the batch are among these dimensions of a value."""
         shape = self.axes.shapes(node)[0]
         return any(self.batch & set(shape[d]) for d in dims if -len(shape) <= d < len(shape))
 
     def _weighs(self, node: fx.Node) -> bool:
-        """Whether a value is a softmax over the batch, but for what acts on each of its elements."""
+        """Return whether a value is a softmax over the batch, possibly after operators other than matrix products."""
         seen, stack = set(), [node]
         while stack:
             at = stack.pop()
@@ -197,7 +203,8 @@ class _Order:
         return False
 
     def _takes_part(self, node: fx.Node, name: str) -> bool:
-        """Whether a slice takes a part of the batch, or of the model's own tensors as many rows as the batch has."""
+        """Return whether a slice takes a part of the batch, or takes rows of the model's own tensors along the batch's
+        axis."""
         of = node.all_input_nodes[0]
         at, default = (1, 0) if name == "slice" else (2, 0)
         dim = node.args[at] if len(node.args) > at else default
@@ -210,7 +217,7 @@ class _Order:
 
 
 def _selected(source: fx.Node, axes: Axes, forward: Sequence[fx.Node]) -> set[int]:
-    """The positions along dimension 0 of an input at which forward takes it, or what it makes of it, apart."""
+    """Return the positions along dimension 0 at which forward takes an input, or what it computes from it, apart."""
     batch = axes.shapes(source)[0][0]
     found: set[int] = set()
     for node in forward:
@@ -228,7 +235,7 @@ def _selected(source: fx.Node, axes: Axes, forward: Sequence[fx.Node]) -> set[in
 
 
 def _known(mine: set[int], axes: Axes, forward: Sequence[fx.Node]) -> bool:
-    """Whether it is known of every operator of the program what it does along these axes."""
+    """Return whether it is known for every operator of the program what it does along these axes."""
     for node in forward:
         reads = any(mine & set(dim) for n in node.all_input_nodes for shape in axes.shapes(n) for dim in shape)
         if reads and node not in axes.rules:
@@ -237,7 +244,7 @@ def _known(mine: set[int], axes: Axes, forward: Sequence[fx.Node]) -> bool:
 
 
 def tensors_of(call: Any, flat: Sequence[Any]) -> list[tuple[str, torch.Tensor, int]]:
-    """The tensors of a call's arguments, in their order, with their indices among the flat inputs of its program."""
+    """Return (name, tensor, index among the program's flat inputs) for the tensors of a call's arguments, in order."""
     at = {id(x): i for i, x in enumerate(flat)}
     args, kwargs = call
     found = []

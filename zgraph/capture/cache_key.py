@@ -1,4 +1,4 @@
-"""What a program is cached by: everything about a call that capture specialises on."""
+"""The key that a program is cached by: everything about a call that capture specialises on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zgraph.torch_compat.modules import Registered, registered
 
 
 def signature(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """A readable key: all of `signed`, with shapes."""
+    """Return a readable key: everything that `signed` has, with shapes."""
     return signed(module, args, kwargs).text()
 
 
@@ -29,9 +29,12 @@ def signed(
     constants: Sequence[torch.Tensor] = (),
     own: Registered | None = None,
 ) -> Signature:
-    """Structure, shapes, dtypes and values of the inputs, modes of the modules, forms of the buffers, grad and autocast
-    modes. (Parameters have the form of their layouts: `Shards.refresh`.) Of the inputs that are `constants` it has the values.
-    `own` is what the module has registered, if that is known."""
+    """Return the signature of a call: structure, shapes, dtypes and values of the inputs, modes of the modules, forms
+    of the buffers, grad and autocast modes.
+
+    (Parameters have the form of their layouts: `Shards.refresh`.) It has the values of inputs that are `constants`.
+    `own` is what the module has registered, if that is known.
+    """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     tensors: list[torch.Tensor] = []
     numbers: list[str] = []
@@ -61,8 +64,12 @@ def _shown(leaf: Any, told: str, constants: Collection[int]) -> str:
 
 
 def _input(leaf: Any, tensors: list[torch.Tensor], numbers: list[str], constants: Mapping[int, int]) -> str:
-    """A leaf of the inputs; with a mark in place of a shape, and the number of its dimensions, where sizes may differ from call to call, and one in
-    place of a Python number's value; for one of the `constants`, numbered by their ids, with one in place of both."""
+    """Return the text of one leaf of the inputs, and note it in `tensors` or `numbers`.
+
+    A tensor whose sizes may differ from call to call has a mark and its number of dimensions in place of the shape, a
+    Python number a mark in place of its value, and one of the `constants` (numbered by id) a mark in place of both
+    shape and values.
+    """
     if type(leaf) in (int, float):
         numbers.append(repr(leaf))
         return f"{VALUE}{len(numbers) - 1}{VALUE} of type {type(leaf).__name__}"
@@ -78,7 +85,8 @@ def _input(leaf: Any, tensors: list[torch.Tensor], numbers: list[str], constants
 
 
 def _identical(modules: Sequence[nn.Module], leaves: Sequence[Any]) -> Iterator[tuple[str, str]]:
-    """Which tensors of the inputs are one object: a second one and the first, or a tensor that the module has registered."""
+    """Yield pairs of names of tensors that are one object: an input and an earlier one, or an input and a tensor that
+    the module has registered."""
     first: dict[int, str] = {}
     for number, tensor in enumerate(_tensors(leaves)):
         if id(tensor) in first:
@@ -94,7 +102,7 @@ def _identical(modules: Sequence[nn.Module], leaves: Sequence[Any]) -> Iterator[
 
 
 def _tensors(leaves: Sequence[Any]) -> Iterator[torch.Tensor]:
-    """The tensors among the leaves, and in objects that are no pytrees, in order."""
+    """Yield the tensors among the leaves, and inside objects that are no pytrees, in order."""
     stack, seen = list(reversed(leaves)), set()
     while stack:
         item = stack.pop()
@@ -106,7 +114,7 @@ def _tensors(leaves: Sequence[Any]) -> Iterator[torch.Tensor]:
 
 
 def _inner(item: Any) -> list[Any]:
-    """What a container or an object holds; of a module, a class or a function nothing."""
+    """Return the items of a container, or the attributes of an object; nothing for a module, a class or a function."""
     if isinstance(item, (list, tuple)):
         return list(item)
     if isinstance(item, dict):
@@ -116,7 +124,7 @@ def _inner(item: Any) -> list[Any]:
 
 
 def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    """Rows of a call's batch: dimension 0 of its first tensor that has one."""
+    """Return the rows of a call's batch: dimension 0 of its first tensor that has one; None where there is none."""
     for leaf in pytree.tree_leaves((args, kwargs)):
         if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
             return leaf.shape[0]
@@ -124,35 +132,35 @@ def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
 
 
 def batch_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Rows of a call's batch, 1 where it has none."""
+    """Return the rows of a call's batch, 1 where it has none."""
     rows = batch_size(args, kwargs)
     return 1 if rows is None else rows
 
 
 def shared(key: str) -> str:
-    """What of a signature all ranks must have equal: not which device of a host, nor where an object lies in memory."""
+    """Return the part of a signature that must be equal on all ranks: without device indices and object addresses."""
     return re.sub(r"#\d+", "", re.sub(r"(@[a-z]+):\d+|, index=\d+", r"\1", key))
 
 
 def brief(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """The part of a signature that a person wants to see."""
+    """Return the part of a signature that a person wants to see."""
     named = [*((f"[{i}]", a) for i, a in enumerate(args)), *kwargs.items()]
     shown = ", ".join(f"{name}={_leaf(leaf, set())}" for name, leaf in named)
     return f"{shown}; {'train' if module.training else 'eval'}, {'grad' if torch.is_grad_enabled() else 'no_grad'}"
 
 
 def _runs(flags: str) -> str:
-    """ "tttte" -> "4t1e"."""
+    """Return the run-length encoding of flags: "tttte" -> "4t1e"."""
     return "".join(f"{n}{flag}" for flag, n in _repeated(flags))
 
 
 def _repeated(values: Iterable[str]) -> list[tuple[str, int]]:
-    """Each value with how often it stands there in a row."""
+    """Return each value with the length of its run."""
     return [(value, len(list(same))) for value, same in itertools.groupby(values)]
 
 
 def _form(tensor: torch.Tensor) -> str:
-    """Dtype, shape, and strides where they are not the usual ones."""
+    """Return a tensor's dtype and shape, and its strides where it is not contiguous."""
     strides = "" if tensor.is_contiguous() else f", strides {list(tensor.stride())}"
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{strides}"
 
@@ -175,5 +183,5 @@ def _leaf(leaf: Any, seen: set[int]) -> str:
         fields = {f.name: getattr(leaf, f.name, None) for f in dataclasses.fields(leaf)}
         return type(leaf).__qualname__ + _leaf(fields, seen)
     if isinstance(leaf, (nn.Module, type)) or callable(leaf):
-        return type(leaf).__qualname__  # (which one it is, and what it holds, a capture's guards say)
+        return type(leaf).__qualname__  # (its identity and contents are checked by a capture's guards)
     return type(leaf).__qualname__ + _leaf(dict(getattr(leaf, "__dict__", {})), seen)

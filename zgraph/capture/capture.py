@@ -60,40 +60,36 @@ logger = logging.getLogger(__name__)
 class FlatInput:
     """One flat input of the captured forward."""
 
-    role: InputRole
-    name: str
+    role: InputRole  # parameter, buffer, the user's input, or a constant
+    name: str  # the name of its port
 
 
 @dataclass
 class Trace:
-    """A forward that dynamo captured for one input signature.
+    """A forward that dynamo captured for one input signature."""
 
-    `inputs` say what the flat inputs are; `differentiable` are the flat outputs that can carry a gradient; `loss` is
-    the flat output that is the model's own loss (also where nothing is differentiated), None where it gives none. `casts` has the dtype of
-    each flat input that the program casts to the compute dtype, `output_dtype` what it casts floating-point outputs to (None: nothing).
-    `from_start` are the flat inputs of which `as_strided` looks at the storage: they must begin where it begins.
-    `former` are the flat inputs that are read from a parameter in whose former memory they lie.
-    `aliases` has all names of each module that the model has under several, by each of them.
-    """
-
-    flat: dynamo.FlatCapture
-    inputs: list[FlatInput]
-    differentiable: frozenset[int]
-    loss: int | None
-    params: dict[str, ParamSpec]
-    mesh: dict[str, int]
-    casts: dict[int, torch.dtype]
-    output_dtype: torch.dtype | None
+    flat: dynamo.FlatCapture  # dynamo's capture
+    inputs: list[FlatInput]  # what each flat input is
+    differentiable: frozenset[int]  # the flat outputs that can carry a gradient
+    loss: int | None  # the flat output that is the model's own loss, differentiated or not; None if it returns none
+    params: dict[str, ParamSpec]  # the layout of each parameter
+    mesh: dict[str, int]  # the number of ranks along each mesh dimension
+    casts: dict[int, torch.dtype]  # the dtype of each flat input that the program casts to the compute dtype
+    output_dtype: torch.dtype | None  # the dtype that the program casts floating-point outputs to; None for no cast
+    # flat inputs whose storage `as_strided` reads: they must begin where it begins
     from_start: set[int] = field(default_factory=set)
+    # the flat inputs that are read from a parameter, because they are stored in its former memory
     former: dict[int, Former] = field(default_factory=dict)
+    # all names of each module that the model has under several, by each of them
     aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    seconds: float = 0.0  # that the capture took
-    sizes: tuple[TracedSize, ...] = ()  # those that are symbols, and what is known of them
-    open_sizes: OpenSizes | None = None
+    seconds: float = 0.0  # the time that the capture took
+    sizes: tuple[TracedSize, ...] = ()  # the sizes that are symbols, and where they are
+    open_sizes: OpenSizes | None = None  # the sizes that were to be symbols
 
     @property
     def pattern(self) -> frozenset[int]:
-        """The flat outputs that a step starts its backward from: the loss, of a model that gives none all that it can."""
+        """The flat outputs that a step starts its backward from: the loss, or all differentiable ones if the model
+        returns no loss."""
         return frozenset(i for i in self.differentiable if i == self.loss) or self.differentiable
 
     @functools.cached_property
@@ -103,12 +99,12 @@ class Trace:
 
     @functools.cached_property
     def others(self) -> tuple[int, ...]:
-        """Positions of the flat inputs that are no parameters."""
+        """The positions of the flat inputs that are no parameters."""
         return tuple(at for at, port in enumerate(self.inputs) if port.role is not InputRole.PARAMETER)
 
     @functools.cached_property
     def upstream(self) -> dict[int, frozenset[int]]:
-        """The flat outputs that others are computed of, such that gradients reach them through those, by flat output: which others."""
+        """For each flat output that others are computed from: those others, if their gradients reach it."""
         nodes: Any = self.flat.graph_module.graph.output_node().args[0]
         found: dict[int, set[int]] = {}
         for at in self.differentiable:
@@ -130,12 +126,13 @@ class Trace:
 
     @functools.cached_property
     def ignored(self) -> set[Ignores]:
-        """What the model's classification losses leave out, and those of `loss_fn` as far as they were seen."""
+        """The targets that the model's classification losses leave out, and those of `loss_fn` as far as they were
+        seen."""
         return ignored_in(self.flat.graph_module)
 
     @functools.cached_property
     def storages(self) -> PlainStorages:
-        """Which flat inputs and outputs are on one storage in the plain model."""
+        """The storages of the plain model's flat inputs and outputs, to see which are shared."""
         graph = self.flat.graph_module.graph
 
         def key(value: Any) -> int | None:
@@ -146,20 +143,23 @@ class Trace:
         return PlainStorages(inputs, tuple(key(n) for n in graph.output_node().args[0]))  # type: ignore[union-attr]
 
     def shapes_in(self, flat: Sequence[Any]) -> Callable[[torch.Tensor], tuple[int, ...]]:
-        """The shape of a fake tensor of the capture in a call with these flat inputs."""
+        """Return a function that gives the shape of a fake tensor of the capture in a call with these flat inputs."""
         point = {size.symbol: flat[size.index].shape[size.dim] for size in self.sizes}
         return lambda fake: tuple(symbols.substituted(symbols.expression(size), point) for size in fake.shape)
 
     def source(self, index: int) -> str:
-        """What the user calls a flat input."""
+        """Return the user's name of a flat input."""
         port = self.inputs[index]
         if port.role in (InputRole.BUFFER, InputRole.PARAMETER) and index not in self.former:
             return f"self.{port.name}"
         return dynamo.user_source(self.flat.graph_module.graph.find_nodes(op="placeholder")[index])
 
     def refuse_moved(self, flat: Sequence[Any], memory: FormerMemory) -> None:
-        """Raise `StepError` for a flat input that lies in a replaced parameter's former memory now and did not at the capture, or not any more.
-        (A program reads it from the parameter, or as it is.)"""
+        """Raise `StepError` for a flat input that is in a replaced parameter's former memory now and was not at the
+        capture, or the reverse.
+
+        (A program reads the first kind from the parameter, and the second as it is.)
+        """
         for at, former in self.former.items():
             if not memory.holds(flat[at]) or memory.former_of(flat[at], self.source(at)) is not former:
                 raise moved(self.source(at), former.name)
@@ -171,8 +171,10 @@ class Trace:
                 raise moved(self.source(at), "")
 
     def refuse_overlap(self, written: Collection[int], flat: Sequence[Any], *, whole: bool) -> None:
-        """Raise `SignatureError` where the forward writes to a flat input that has memory in common with another one. Only pairs with a tensor
-        of the call's are looked at, unless the `whole` is to be."""
+        """Raise `SignatureError` where the forward writes to a flat input whose memory overlaps another's.
+
+        Only pairs with a tensor of the call or a constant are checked, unless `whole` asks for all.
+        """
         kinds = (InputRole.INPUT, InputRole.CONSTANT)
         others = range(len(flat)) if whole else [i for i, p in enumerate(self.inputs) if p.role in kinds]
         pair = written_twice(written, flat, others)
@@ -185,15 +187,18 @@ class Trace:
             )
 
     def buffers_kept(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, int]:
-        """The flat outputs that forward puts into its own state and does not return, and that are buffers which it has written to (a spectral
-        norm's): by which flat input."""
+        """Return, for each flat output that is a buffer which forward has written to and stores in its own state
+        without returning it, the buffer's flat input.
+
+        (A spectral norm's, say.)
+        """
         if self.flat.effects.is_empty:
             return {}
         values, returned = flat_values(self.flat), []
         with (
             self.flat.effects.undone(),
             contextlib.suppress(Exception),
-        ):  # (what a call raises it raises when it is made)
+        ):  # (if a call raises, it raises again when it is made)
             returned = pytree.tree_leaves(self.flat.around(lambda *_: values, module, args, kwargs))
         given = {id(leaf) for leaf in returned}
         fakes = [n.meta.get("example_value") for n in self.flat.graph_module.graph.find_nodes(op="placeholder")]
@@ -205,7 +210,7 @@ class Trace:
         return found
 
     def joint(self, differentiated: frozenset[int], decompositions: dict[Any, Any], name: str) -> Program:
-        """The captured program in which just the `differentiated` flat outputs have tangents.
+        """Make the captured program in which only the `differentiated` flat outputs have tangents.
 
         With none (or under no_grad) it is the forward alone.
         """
@@ -243,8 +248,9 @@ def trace(
     """Capture `forward` (the class's own, unbound) of `module` for inputs of this signature.
 
     `params` gives the whole shapes of the parameters by name, `device` is where the program will run. With mixed
-    `precision` the forward sees inputs of the compute dtype; casts of inputs and outputs are part of the graph. Sizes that are `open_sizes` become
-    symbols. Raises `CaptureError` with the user's file and line if the model can't be captured whole, `SizeError` for a size that can't be open.
+    `precision` the forward sees inputs of the compute dtype; casts of inputs and outputs are part of the graph. Sizes
+    that are `open_sizes` become symbols. Raises `CaptureError` with the user's file and line if the model can't be
+    captured whole, `SizeError` for a size that can't be open.
     """
     start = time.perf_counter()
     refuse_state(module)
@@ -281,7 +287,7 @@ def trace(
 
 
 def _followed(node: fx.Node) -> set[fx.Node]:
-    """What a value is computed of by operators that gradients go through."""
+    """Return the nodes that a value is computed from by operators that gradients flow through, itself included."""
     found, stack = {node}, [node]
     while stack:
         for argument in stack.pop().all_input_nodes:
@@ -293,8 +299,10 @@ def _followed(node: fx.Node) -> set[fx.Node]:
 
 
 def _aliases(module: nn.Module, graph: fx.Graph) -> dict[str, tuple[str, ...]]:
-    """All names of each module that has several, by each of them, and by a path on which forward comes to one that is registered elsewhere
-    (an item of a plain list)."""
+    """Return all names of each module that has several, by each of them.
+
+    A path on which forward reaches a module that is registered elsewhere (an item of a plain list) counts as a key too.
+    """
     names = module_names(module)
     found = {n: every for n, every in names.items() if every[1:]}
     first = {id(child): n for n, child in module.named_modules()}
@@ -309,7 +317,7 @@ def _aliases(module: nn.Module, graph: fx.Graph) -> dict[str, tuple[str, ...]]:
 
 
 def _roles(given: Sequence[Any], fakes: Fakes, args: Any, kwargs: Any) -> list[FlatInput]:
-    """What the flat inputs are: registered, the user's own, or something else that the model holds."""
+    """Return what the flat inputs are: registered, the user's own, or something else that the model holds."""
     user = {id(leaf) for leaf in pytree.tree_leaves((args, kwargs))}
     found = []
     for i, x in enumerate(given):
@@ -328,8 +336,11 @@ def _read_from_parameters(
     memory: FormerMemory,
     fakes: Fakes,
 ) -> dict[int, Former]:
-    """Let the graph read each flat input that lies in the former memory of a parameter from that parameter; which these are. Where the
-    graph does not read the parameter itself, the first such input becomes it."""
+    """Make the graph read each flat input that is stored in a parameter's former memory from that parameter; return
+    these inputs.
+
+    Where the graph does not read the parameter itself, the first such input becomes it.
+    """
     nodes = graph.find_nodes(op="placeholder")
     held = {p.name: node for p, node in zip(inputs, nodes, strict=True) if p.role is InputRole.PARAMETER}
     found: dict[int, Former] = {}
@@ -351,7 +362,7 @@ def _read_from_parameters(
 
 @contextlib.contextmanager
 def _same_draws() -> Iterator[None]:
-    """Leave Python's and numpy's generators as they are: what a capture draws, the call itself draws again."""
+    """Leave Python's and numpy's generators as they were: the call itself draws again what a capture draws."""
     numpy = sys.modules.get("numpy")
     python, other = random.getstate(), numpy.random.get_state() if numpy is not None else None
     try:
@@ -365,9 +376,10 @@ def _same_draws() -> Iterator[None]:
 def _captured(
     bound: types.MethodType, args: tuple[Any, ...], kwargs: dict[str, Any], fakes: Fakes
 ) -> dynamo.FlatCapture:
-    """Capture such that the numbers that forward itself changes, or that are open, and the lists that it appends to, are no constants.
+    """Capture so that numbers that forward itself changes or that are open, and lists that it appends to, are no
+    constants.
 
-    (They would be others at each call.) Where a number has to be a constant, because it is a size say, it is one.
+    (They would differ at each call.) A number that must be a constant, because it is a size say, stays one.
     """
     flat = _capture(bound, args, kwargs, fakes)
     if flat.draws_floats():
@@ -390,7 +402,7 @@ def _captured(
     lists: list[Any] = []
     if numbers:
         flat, numbers = _with_numbers(capture, numbers, lists)
-    for _ in range(3):  # (a branch not taken before may change others)
+    for _ in range(3):  # (a branch that was not taken before may change other numbers)
         changed = _changed_numbers(flat, bound, args, kwargs)
         longer = [x for x in flat.effects.containers if isinstance(x, (list, deque)) and not any(x is y for y in lists)]
         if not changed and not longer:
@@ -403,12 +415,12 @@ def _captured(
 def _with_numbers(
     capture: Callable[..., dynamo.FlatCapture], numbers: list[str], lists: list[Any]
 ) -> tuple[dynamo.FlatCapture, list[str]]:
-    """(a capture, those of the numbers that are no constants of it)."""
+    """Return (a capture, those of the numbers that are no constants of it)."""
 
     def attempt(chosen: list[str]) -> dynamo.FlatCapture | None:
         try:
             return capture(numbers=chosen, lists=lists)
-        except Exception as error:  # (whatever dynamo says of a number that it can't leave open)
+        except Exception as error:  # (dynamo raises many types for a number that it can't leave open)
             logger.debug("numbers %s have to be constants: %s", chosen, error)
             return None
 
@@ -424,7 +436,8 @@ def _with_numbers(
 def _changed_numbers(
     flat: dynamo.FlatCapture, bound: types.MethodType, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[str]:
-    """The numbers that a replay of forward's side effects changes; none where it can't be replayed on fake tensors."""
+    """Return the numbers that a replay of forward's side effects changes; none where it can't be replayed on fake
+    tensors."""
     values = flat_values(flat)
     try:
         with flat.effects.undone():
@@ -442,7 +455,7 @@ def _same_place(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def flat_values(flat: dynamo.FlatCapture) -> tuple[Any, ...]:
-    """The fake flat outputs of a capture."""
+    """Return the fake flat outputs of a capture."""
     returned: Any = flat.graph_module.graph.output_node().args[0]
     return tuple(n.meta.get("example_value") if isinstance(n, fx.Node) else n for n in returned)
 
@@ -450,7 +463,7 @@ def flat_values(flat: dynamo.FlatCapture) -> tuple[Any, ...]:
 def _capture(
     bound: types.MethodType, args: tuple[Any, ...], kwargs: dict[str, Any], fakes: Fakes
 ) -> dynamo.FlatCapture:
-    """Capture; where that fails, run the forward once on fake tensors and try again.
+    """Capture a forward; where that fails, run it once on fake tensors and try again.
 
     Some models finish their construction in their first forward (under locks, with hooks), which can't be traced.
     """
@@ -467,7 +480,7 @@ def _capture(
                 run()
             except Exception as error:
                 logger.debug("forward does not run on fake tensors: %s", error)
-        if held:  # (in the model or elsewhere, for good: a table that the first forward makes)
+        if held:  # (the first forward made a table, say, and the model or something else keeps it)
             raise CaptureError(
                 "the model's forward can be captured only after it has run once, and that run keeps a tensor",
                 where=_capture_error(first).where,
@@ -478,7 +491,9 @@ def _capture(
             flat = dynamo.capture_flat(bound, args, kwargs, open_dims=fakes.open_dims, values=fakes.values)
         except Exception as error:
             raise _capture_error(error) from _caused_by(error, first)
-        if not (flat.effects.is_empty or flat.effects.unchanged_by(run)):  # (as what sets a flag and takes it back)
+        if not (
+            flat.effects.is_empty or flat.effects.unchanged_by(run)
+        ):  # (unchanged by a forward that sets a flag and resets it, say)
             raise CaptureError(
                 "the model's forward can be captured only after it has run once, and it changes Python objects",
                 where=_capture_error(first).where,
@@ -489,7 +504,7 @@ def _capture(
 
 
 def _caused_by(error: Exception, first: Exception) -> Exception:
-    """`error`, with `first` as the last of its causes, so that a traceback shows both."""
+    """Return `error`, with `first` as the last of its causes, so that a traceback shows both."""
     chain: list[BaseException] = [error]
     while (cause := chain[-1].__cause__) is not None and cause not in chain:
         chain.append(cause)
@@ -499,7 +514,7 @@ def _caused_by(error: Exception, first: Exception) -> Exception:
 
 
 def _inside(x: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an object among the arguments that is no pytree (a dataclass, a cache) holds `x`."""
+    """Return whether an object among the arguments that is no pytree (a dataclass, a cache) holds `x`."""
     stack = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if hasattr(leaf, "__dict__")]
     seen: set[int] = set()
     while stack:
@@ -521,7 +536,8 @@ def _inside(x: Any, args: Any, kwargs: Any) -> bool:
 def _find_loss(
     flat: dynamo.FlatCapture, module: nn.Module, args: Any, kwargs: Any, values: Sequence[Any]
 ) -> int | None:
-    """The flat output that is the loss: the output itself if it is a scalar, `.loss`, `["loss"]`, or the first element."""
+    """Return the flat output that is the loss: the output itself if it is a scalar, `.loss`, `["loss"]`, or the first
+    element."""
     try:
         with flat.effects.undone():
             loss = find_loss(flat.bind(lambda *_: tuple(values))(module, *args, **kwargs))
@@ -532,7 +548,8 @@ def _find_loss(
 
 
 def find_loss(output: Any) -> torch.Tensor | None:
-    """The loss in a model's output, None if there is none: a scalar itself, `.loss`, `["loss"]`, the first element."""
+    """Return the loss in a model's output: a scalar itself, `.loss`, `["loss"]`, or the first element; None if there is
+    none."""
     candidates = [output, getattr(output, "loss", None)]
     if isinstance(output, dict):
         candidates.append(output.get("loss"))
@@ -545,7 +562,8 @@ def find_loss(output: Any) -> torch.Tensor | None:
 
 
 def _with_output_marks(graph_module: fx.GraphModule, differentiated: frozenset[int], trace: Trace) -> fx.GraphModule:
-    """A copy whose outputs are each marked (see `zgraph.program.ops`), and detached unless differentiated; with casts."""
+    """Copy a graph with each output marked (`zgraph.program.ops`), and detached unless differentiated; with casts of
+    inputs and outputs."""
     graph = fx.Graph()
     memo: dict[fx.Node, fx.Node] = {}
     returned = graph.graph_copy(graph_module.graph, memo)
@@ -569,7 +587,7 @@ def _with_output_marks(graph_module: fx.GraphModule, differentiated: frozenset[i
 
 
 def _cast_input(graph: fx.Graph, node: fx.Node, dtype: torch.dtype, fake_mode: FakeTensorMode) -> None:
-    """Let a placeholder take `dtype`, and cast it to what the captured forward computes in."""
+    """Give a placeholder the `dtype`, and cast it to what the captured forward computes in."""
     low = node.meta["example_value"]
     with fake_mode:
         wide = torch.empty_strided(low.size(), low.stride(), dtype=dtype, device=low.device)
@@ -645,7 +663,7 @@ def _program(joint: fx.GraphModule, trace: Trace, name: str) -> Program:
 
 
 def _fold_sizes(graph: fx.Graph, trace: Trace) -> dict[fx.Node, TracedSize]:
-    """Let all sizes be numbers, but for those of a capture's symbols, which get inputs of their own: these."""
+    """Turn all sizes into numbers, except the capture's symbols, which get inputs of their own; return these inputs."""
     if not trace.sizes:
         fold_dynamic_sizes(graph)
         _note_as_strided(graph, trace)
@@ -656,7 +674,8 @@ def _fold_sizes(graph: fx.Graph, trace: Trace) -> dict[fx.Node, TracedSize]:
 
 
 def _note_as_strided(graph: fx.Graph, trace: Trace) -> None:
-    """Note of which inputs `as_strided` looks at the storage. Raises `UnsupportedError` where it looks beyond the input itself."""
+    """Note the inputs whose storage `as_strided` reads. Raises `UnsupportedError` where it reads beyond the input
+    itself."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided.default):
         source = root_of(node)
         kind, at = aot.describe_input(source.meta.get("desc"))
@@ -664,7 +683,7 @@ def _note_as_strided(graph: fx.Graph, trace: Trace) -> None:
             continue
         if (
             len(node.args) > 3 or "storage_offset" in node.kwargs
-        ):  # (without an offset it counts from where the tensor begins)
+        ):  # (without an offset it starts where the tensor starts)
             trace.from_start.add(at)
         size, stride = node.meta["val"].shape, node.meta["val"].stride()
         last = node.meta["val"].storage_offset() + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
@@ -678,7 +697,7 @@ def _note_as_strided(graph: fx.Graph, trace: Trace) -> None:
 
 
 def _own_gradient(program: Program, port: Port, node: fx.Node) -> fx.Node:
-    """A gradient that is a value of the forward (a weight, say, as that of its square is) is copied in the backward."""
+    """Copy a gradient that is itself a value of the forward (that of w**2 / 2 is w, say) in the backward."""
     if port.role is not OutputRole.GRADIENT or info(node).phase is Phase.BACKWARD:
         return node
     with program.graph.inserting_before(program.output_node()):
@@ -688,7 +707,7 @@ def _own_gradient(program: Program, port: Port, node: fx.Node) -> fx.Node:
 
 
 def _identifier(path: str) -> str:
-    """ "layer.SelfAttention.q" -> "layer_self_attention_q": FX would change any other name of an input when it copies it."""
+    """Return a name that FX keeps when it copies an input: "layer.SelfAttention.q" -> "layer_self_attention_q"."""
     return re.sub(r"\W+", "_", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", path)).lower()
 
 
@@ -718,7 +737,8 @@ _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "mv", "addmv", "dot
 
 
 def _refuse_mixed_products(graph: fx.Graph) -> None:
-    """torch multiplies matrices of one dtype only, but its fake operators do not say so before the program runs."""
+    """Raise `CaptureError` for a matrix product of several dtypes: torch refuses it only when the program runs, as its
+    fake operators take it."""
     for node in graph.nodes:
         if getattr(node.target, "namespace", "") != "aten" or node.target.overloadpacket.__name__ not in _PRODUCTS:
             continue
@@ -734,9 +754,11 @@ def _refuse_mixed_products(graph: fx.Graph) -> None:
 
 
 def _refuse_changed_twice(graph: fx.Graph, outputs: Sequence[tuple[Port, fx.Node]]) -> None:
-    """What a torch.utils.checkpoint region changes in place, plain PyTorch changes again in the backward, which here changes nothing.
+    """Raise `UnsupportedError` for a region of torch.utils.checkpoint that changes a tensor in place, based on its old
+    value.
 
-    (It matters where the new value is made of the old one; what the region itself reads of it is another then, too.)
+    Plain PyTorch changes it a second time in the backward, and zgraph does not. (The region's own reads of the tensor
+    would differ as well.)
     """
     again = {n for n in graph.nodes if aot.users_region(n) is not None}
     for port, last in outputs if again else ():
@@ -768,7 +790,7 @@ def _refuse_changed_twice(graph: fx.Graph, outputs: Sequence[tuple[Port, fx.Node
 
 
 def _annotate(graph: fx.Graph) -> None:
-    """Give each captured node its record. What depends on a tangent is backward, whatever its tag says."""
+    """Give each captured node its record. A node that depends on a tangent is backward, whatever its tag says."""
     for node in graph.nodes:
         backward = node.meta.get("partitioner_tag") == "is_backward" or node.name.startswith("tangents_")
         if node.target is operator.getitem:  # part of the node that made the tuple
@@ -785,7 +807,7 @@ _TWO_DEVICES = re.compile(
 
 
 def _capture_error(error: BaseException) -> CaptureError:
-    """The user's own line, the reason and a way out, from what dynamo says."""
+    """Return dynamo's error as one with the user's own line, the reason and a way out."""
     text = str(error)
     _, _, user = text.partition("from user code:")
     frames = _USER_FRAME.findall(user or text)

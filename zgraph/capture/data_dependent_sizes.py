@@ -1,8 +1,8 @@
 """Sizes that depend on values (what a mask selects, the indices that are not zero) are folded away.
 
-AOTAutograd traces them as symbols. What has such a size, and what reads it, becomes a region (`zgraph.program.regions`), so that all other
-nodes have sizes that are numbers. A region of the backward computes what it needs of the forward's again, from the values with fixed
-sizes that those came of: nothing whose size is unknown is saved.
+AOTAutograd traces them as symbols. A value with such a size, and its readers, become a region
+(`zgraph.program.regions`), so that all other nodes have sizes that are numbers. A region of the backward recomputes the
+forward's values of unknown size that it needs from values of fixed sizes: nothing of unknown size is saved.
 """
 
 from __future__ import annotations
@@ -23,17 +23,20 @@ from zgraph.torch_compat import aot, symbols, unbacked_sizes
 
 aten = torch.ops.aten
 
-# Sizes of these depend on values in rare cases only (residuals of matrices without the full rank): a region looks when it runs.
+# Sizes of these depend on values in rare cases only (residuals of matrices without full rank): a region sees them when
+# it runs.
 LOOKED_AT = (aten.linalg_lstsq.default,)
 
-# What a region has of its first node's.
+# The entries of its first node's meta that a region takes over.
 _TRACED = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "seq_nr", "partitioner_tag", "autograd_backward")
 
 
 def pad_outputs(module: fx.GraphModule) -> tuple[tuple[int, int, int], ...]:
-    """Let a captured forward give each output with one size that depends on values as long as it can be, and its size as one more output.
+    """Make a captured forward return each output with one size that depends on values at its largest size, and the size
+    as one more output.
 
-    Returns (output, dimension, output that is its size) of each; what has several such sizes, or one without a bound, is left.
+    Returns (output, dimension, output that is its size) for each; outputs with several such sizes, or one without a
+    bound, stay as they are.
     """
     output = module.graph.output_node()
     returned: list[Any] = list(output.args[0])  # type: ignore[arg-type]
@@ -72,17 +75,21 @@ def _size(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def fold_dynamic_sizes(graph: fx.Graph) -> None:
-    """Make regions of all nodes with sizes that depend on values; nothing else changes. The nodes have their records already.
+    """Turn all nodes with sizes that depend on values into regions; nothing else changes. The nodes have their records
+    already.
 
     Raises `CaptureError` with the user's line where such a value leaves the model, or is drawn at random.
     """
-    # (of what is given to such a program all sizes are numbers: what has a symbol depends on values)
+    # (all sizes of this program's inputs are numbers, so a symbol depends on values)
     dynamic = {n for n in graph.nodes if symbols.has_symbol(n.meta.get("val")) or n.target in LOOKED_AT}
     if not dynamic:
         return
     _assert_tensors(graph, dynamic)
     _refuse_outputs(graph, dynamic)
-    for phase in (Phase.BACKWARD, Phase.FORWARD):  # (of the forward the backward's are repeated)
+    for phase in (
+        Phase.BACKWARD,
+        Phase.FORWARD,
+    ):  # (regions of the backward repeat the forward's nodes, so they come first)
         nodes = [n for n in graph.nodes if n.op == "call_function" and info(n).phase is phase]
         for number, members in enumerate(_groups(nodes, dynamic)):
             _fold(graph, members, dynamic, f"{phase}_region_{number}")
@@ -90,10 +97,11 @@ def fold_dynamic_sizes(graph: fx.Graph) -> None:
 
 
 def fold_effects(graph: fx.Graph) -> None:
-    """Make of each check that AOTAutograd keeps by tokens (those of `torch.linalg`, of singular matrices say) a region that raises what plain PyTorch
-    raises, and an assertion of what it gives; the tokens go.
+    """Turn each check that AOTAutograd orders by tokens (`torch.linalg`'s of singular matrices, say) into a region that
+    raises as plain PyTorch does, and remove the tokens.
 
-    Raises `UnsupportedError` for another operator with effects (a print, one of C++ objects).
+    An assertion of the region's result keeps it in the graph. Raises `UnsupportedError` for another operator with
+    effects (a print, one of C++ objects).
     """
     for node in [n for n in graph.nodes if n.target is aot.WITH_EFFECTS]:
         token, target, *arguments = node.args
@@ -130,8 +138,11 @@ def fold_effects(graph: fx.Graph) -> None:
 
 
 def _assert_tensors(graph: fx.Graph, dynamic: set[fx.Node]) -> None:
-    """Let what is asserted of a Python number be asserted of a tensor, which a region gives. What torch itself asserts of sizes alone goes: a
-    region's operators look at their sizes when they run."""
+    """Replace each assertion of a Python number by one of a tensor, which a region gives.
+
+    Assertions that torch itself makes about sizes alone are removed: a region's operators check their sizes when they
+    run.
+    """
     for node in list(graph.find_nodes(op="call_function", target=aten._assert_scalar.default)):
         condition, message = node.args
         if isinstance(condition, fx.Node):
@@ -146,7 +157,7 @@ def _assert_tensors(graph: fx.Graph, dynamic: set[fx.Node]) -> None:
 
 
 def _scalar(graph: fx.Graph, number: Any, like: fx.Node) -> fx.Node:
-    """A bool as a tensor, at the graph's insertion point."""
+    """Insert a bool as a 0-dim tensor, at the graph's insertion point."""
     made = graph.call_function(aten.scalar_tensor.default, (number,), {"dtype": torch.bool})
     made.meta = {k: like.meta[k] for k in _TRACED if k in like.meta}
     mode = next(v.fake_mode for n in graph.nodes if isinstance(v := n.meta.get("val"), FakeTensor))
@@ -174,7 +185,7 @@ def _refuse_outputs(graph: fx.Graph, dynamic: set[fx.Node]) -> None:
 
 
 def _ancestors(roots: Sequence[fx.Node], within: set[fx.Node]) -> list[fx.Node]:
-    """The nodes of `within` that lead to the roots, with them, in order."""
+    """Return the nodes of `within` that lead to the roots, and those roots that are in it, in order."""
     found, stack = set(roots), list(roots)
     while stack:
         for argument in stack.pop().all_input_nodes:
@@ -185,10 +196,10 @@ def _ancestors(roots: Sequence[fx.Node], within: set[fx.Node]) -> list[fx.Node]:
 
 
 def _groups(nodes: Sequence[fx.Node], dynamic: set[fx.Node]) -> list[list[fx.Node]]:
-    """Of one phase's nodes those that must be in regions, by region, in order.
+    """Return the nodes of one phase that must be in regions, by region, in order.
 
-    In one region are a value of unknown size and all that read it, and what lies on a way from one of its nodes to another: a region runs at
-    once. Of a tuple its members are there, too.
+    A region has a value of unknown size and all its readers, and every node between two of its nodes, because a region
+    runs as one. With a node that gives a tuple come the tuple's members.
     """
     group_of: dict[fx.Node, int] = {}
 
@@ -219,7 +230,7 @@ def _groups(nodes: Sequence[fx.Node], dynamic: set[fx.Node]) -> list[list[fx.Nod
 
 
 def _between(members: Sequence[fx.Node], nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """The members, with all that are computed from one of them and needed for another."""
+    """Return the members, and all nodes that are computed from one of them and needed for another."""
     after, before = set(members), set(members)
     for node in nodes:
         if any(a in after for a in node.all_input_nodes):
@@ -245,7 +256,7 @@ def _fold(graph: fx.Graph, members: list[fx.Node], dynamic: set[fx.Node], name: 
     nodes = [*repeated, *members]
     inputs = list(dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in inside and a not in repeated))
     outputs = [n for n in members if n not in dynamic and any(u not in inside for u in n.users)]
-    if not outputs:  # (of what only a region of the backward repeats nothing is left)
+    if not outputs:  # (only a region of the backward repeats these)
         for node in reversed(members):
             graph.erase_node(node)
         return
@@ -279,7 +290,7 @@ def _fold(graph: fx.Graph, members: list[fx.Node], dynamic: set[fx.Node], name: 
 
 
 def _late(graph: fx.Graph, first: fx.Node, last: fx.Node, inside: set[fx.Node]) -> list[fx.Node]:
-    """What stands among a region's nodes and reads one of them: it comes behind the region."""
+    """Return the nodes between a region's nodes that read one of them: they move behind the region."""
     found: list[fx.Node] = []
     node = first
     while node is not last:

@@ -19,10 +19,10 @@ from zgraph.torch_compat import dynamo
 
 
 class Fakes:
-    """Makes the fake tensors of one capture: parameters of their whole shapes, all else of the form that it has.
+    """Makes the fake tensors of one capture: parameters with their whole shapes, everything else in its own form.
 
-    Inputs are of the dtype `compute`, where one is given. A real tensor that is given twice, or is registered too, has one fake tensor.
-    Sizes of inputs that are `open_sizes` are those at their points.
+    Inputs have the dtype `compute`, where one is given. A real tensor that is passed twice, or is also registered, has
+    one fake tensor. Sizes of inputs that are among `open_sizes` are those at their points.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Fakes:
         self._inputs: dict[int, Any] = {}  # by the ids of real tensors
 
     def parameter(self, name: str) -> nn.Parameter:
-        """A parameter as the model computes with it."""
+        """Return a fake parameter as the model computes with it: whole, in the compute dtype."""
         spec = self.params[name]
         with self.mode:
             whole = torch.empty_strided(
@@ -54,7 +54,7 @@ class Fakes:
         return nn.Parameter(whole, requires_grad=spec.requires_grad)
 
     def inputs(self, value: Any) -> Any:
-        """A call's inputs, with fake tensors."""
+        """Return a call's inputs with fake tensors."""
         return _mapped(self._input, value, {})
 
     @contextlib.contextmanager
@@ -106,7 +106,7 @@ class Fakes:
         return self._inputs[id(x)]
 
     def _open(self, x: torch.Tensor, names: dict[int, str]) -> torch.Tensor:
-        """An input (which is contiguous) at the points of its open sizes."""
+        """Return a fake of a (contiguous) input with its open sizes at their points."""
         assert self.open_sizes is not None
         points = self.open_sizes.points
         shape = [points[names[d]] if d in names else n for d, n in enumerate(x.shape)]
@@ -115,7 +115,7 @@ class Fakes:
         return y.requires_grad_(x.requires_grad)
 
     def _computed(self, y: torch.Tensor) -> torch.Tensor:
-        """An input as the model computes with it."""
+        """Return an input in the dtype that the model computes with."""
         if self.compute is None or not y.is_floating_point() or y.dtype is self.compute:
             return y
         with self.mode:
@@ -126,9 +126,9 @@ class Fakes:
 
 
 def _list_weights_anew(layer: nn.RNNBase, replaced: list[tuple[dict[str, Any], str, Any]]) -> None:
-    """Let a recurrent layer's lists of its weights have those that it has now, and note what they had.
+    """Rebuild a recurrent layer's lists of its weights from its current ones, and note the old lists in `replaced`.
 
-    (It makes these anew in a forward that finds other weights, which a checkpointed region may not.)
+    (The layer's forward does so when it finds other weights, but in a checkpointed region it may not.)
     """
     replaced += [(vars(layer), key, vars(layer)[key]) for key in ("_flat_weights", "_flat_weight_refs")]
     weights = [getattr(layer, name, None) for name in layer._flat_weights_names]
@@ -137,14 +137,15 @@ def _list_weights_anew(layer: nn.RNNBase, replaced: list[tuple[dict[str, Any], s
 
 
 def _with_attributes(real: torch.Tensor, fake: torch.Tensor) -> torch.Tensor:
-    """Give a fake tensor what the user has set on the real one: forward may read it."""
+    """Copy the attributes that the user has set on the real tensor to the fake one: forward may read them."""
     known = dynamo.hung_on(real).items() if type(real) in (torch.Tensor, nn.Parameter, DTensor) else ()
     fake.__dict__.update({k: v for k, v in known if k not in ("_spec", "_local_tensor")})  # (these are DTensor's own)
     return fake
 
 
 def _mapped(function: Callable[[Any], Any], value: Any, made: dict[int, Any]) -> Any:
-    """A tree with a function applied to its leaves. What is one list or dict in it stays one. (`pytree.tree_map` makes several.)"""
+    """Apply a function to a tree's leaves; a list or dict that occurs twice stays one object. (`pytree.tree_map` makes
+    two.)"""
     if id(value) in made:
         return made[id(value)]
     if type(value) is tuple:

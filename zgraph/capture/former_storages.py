@@ -25,21 +25,21 @@ _TIE = "let both be one Parameter (b.weight = a.weight), or make a copy: tensor.
 
 @dataclass(frozen=True)
 class Former:
-    """Where a parameter was: its object, and its memory in elements of its storage."""
+    """The place that a parameter had before it was replaced: its object, and its part of the storage."""
 
-    name: str
-    param: weakref.ref[nn.Parameter]
+    name: str  # the parameter's name
+    param: weakref.ref[nn.Parameter]  # the parameter's former object
     storage: Any  # a weak reference, so that no other storage gets its number
     form: torch.Tensor  # on the meta device, with the parameter's former sizes, strides and offset
 
 
 class FormerMemory:
-    """Of all parameters of one module that were replaced."""
+    """The former places of all replaced parameters of one module."""
 
     def __init__(self) -> None:
         self._by_storage: dict[int, list[Former]] = {}
-        self._early: set[str] = set()  # parameters that count as replaced though they may be where they were
-        self.is_read = False  # has a capture found a tensor in it?
+        self._early: set[str] = set()  # parameters that count as replaced even if they were not
+        self.is_read = False  # whether a capture has found a tensor in it
 
     def note(self, name: str, param: nn.Parameter) -> None:
         """Remember where a parameter is, before it is replaced."""
@@ -52,8 +52,10 @@ class FormerMemory:
             there.append(Former(name, weakref.ref(param), tensor_storage.weak_storage(param), form))
 
     def note_early(self, module: nn.Module) -> Callable[[], None]:
-        """Let all parameters of a module count as replaced from now on, whether they are or not: what shares memory with one is read from it,
-        on each rank alike. What is returned undoes it."""
+        """Let all parameters of a module count as replaced from now on, and return a function that undoes this.
+
+        What shares memory with a parameter is then read from it, on each rank alike.
+        """
         before = {key: list(group) for key, group in self._by_storage.items()}, self._early, self.is_read
         self._early = {name for name, _ in module.named_parameters()}
         for name, param in module.named_parameters():
@@ -77,14 +79,16 @@ class FormerMemory:
         return not self._by_storage
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is on the storage of a parameter that was replaced."""
+        """Return whether a tensor is on the storage of a replaced parameter."""
         if not self._by_storage or not tensor_storage.has_storage(tensor):
             return False
         return tensor_storage.storage_key(tensor) in self._by_storage
 
     def former_of(self, tensor: torch.Tensor, what: str) -> Former | None:
-        """The parameter in whose memory a tensor lies, None if in that of none. Raises `UnsupportedError` if only a part of it does, or with
-        another dtype."""
+        """Return the replaced parameter in whose former memory a tensor is stored; None if there is none.
+
+        Raises `UnsupportedError` if only a part of it is stored there, or with another dtype.
+        """
         if not self.holds(tensor):
             return None
         mine = _extent(tensor)
@@ -105,7 +109,7 @@ class FormerMemory:
 
     @contextlib.contextmanager
     def readable(self) -> Iterator[None]:
-        """Let the former objects be parameters again, as far as a capture can see."""
+        """Make the former objects `nn.Parameter`s again while inside, so that a capture can read them."""
         changed = []
         for former in (f for group in self._by_storage.values() for f in group):
             param = former.param()
@@ -123,12 +127,12 @@ _KNOWN: weakref.WeakKeyDictionary[nn.Module, FormerMemory] = weakref.WeakKeyDict
 
 
 def former_memory(module: nn.Module) -> FormerMemory:
-    """That of the parameters of this module."""
+    """Return the `FormerMemory` of this module."""
     return _KNOWN.setdefault(module, FormerMemory())
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """A tensor's first byte in its storage, and the one behind its last."""
+    """Return the offsets in bytes of a tensor's first byte in its storage, and of the one after its last."""
     if not tensor.numel():
         return 0, 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -147,7 +151,7 @@ def _short(dtype: torch.dtype) -> str:
 
 # -- in a capture ------------------------------------------------------------------------------------------------------
 def seen_as(param: Any, former: torch.Tensor, tensor: torch.Tensor) -> list[tuple[str, tuple[Any, ...]]]:
-    """The methods, with their arguments, that make of the whole parameter what `tensor` was of its `former` memory."""
+    """Return the (method, arguments) calls that turn the whole parameter into what `tensor` was of its `former` memory."""
     steps: list[tuple[str, tuple[Any, ...]]] = []
     offset = int(tensor.storage_offset()) - int(former.storage_offset())
     size, stride = tuple(tensor.shape), tuple(tensor.stride())
@@ -178,7 +182,7 @@ def _permutation(former: torch.Tensor, size: tuple[int, ...], stride: tuple[int,
 def _narrowing(
     former: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...], offset: int
 ) -> list[tuple[int, int, int]] | None:
-    """(dimension, first, length) of each dimension that is cut."""
+    """Return (dimension, first, length) for each dimension that is cut; None if `size` and `stride` are no such cut."""
     if len(size) != former.dim() or any(
         n > 1 and s != t for n, s, t in zip(size, stride, former.stride(), strict=True)
     ):
@@ -194,7 +198,8 @@ def _narrowing(
 
 
 def insert(graph: fx.Graph, node: fx.Node, source: fx.Node, steps: Sequence[tuple[str, tuple[Any, ...]]]) -> None:
-    """Let who reads `node`, an input, read what these methods make of `source`, another one (or itself)."""
+    """Make the readers of the input `node` read the result of these methods called on `source`, another input or
+    itself."""
     readers = list(node.users)
     made, behind = source, graph.find_nodes(op="placeholder")[-1]
     for name, args in steps:
@@ -208,8 +213,12 @@ def insert(graph: fx.Graph, node: fx.Node, source: fx.Node, steps: Sequence[tupl
 
 # -- at compile --------------------------------------------------------------------------------------------------------
 def refuse_shared_memory(model: nn.Module, moved: Collection[str], *, updates: bool) -> None:
-    """Raise `ModelError` for a parameter whose elements lie on each other; for two that have elements in common, if one of them is `moved` to
-    memory of its own or an update program writes them; and for a buffer on one that is moved."""
+    """Raise `ModelError` for parameters and buffers whose memory must be their own.
+
+    These are: a parameter whose elements overlap each other; two parameters that have elements in common, if one of
+    them is `moved` to memory of its own or an update program writes them (`updates`); a buffer that has elements in
+    common with a moved parameter.
+    """
     params = dict(model.named_parameters())
     for name, param in params.items():
         if tensor_storage.has_storage(param) and tensor_storage.overlaps_itself(param):
@@ -235,7 +244,7 @@ def refuse_shared_memory(model: nn.Module, moved: Collection[str], *, updates: b
 
 
 def _meet(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have an element in common."""
+    """Return whether two tensors have an element in common."""
     if not (tensor_storage.has_storage(one) and tensor_storage.has_storage(other)):
         return False
     if tensor_storage.storage_key(one) != tensor_storage.storage_key(other) or not overlap(
@@ -250,7 +259,11 @@ def _meet(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def moved(what: str, name: str) -> StepError:
-    """The error for a tensor that a program reads from a parameter, and that is another now; or the other way round."""
+    """Return the error for a tensor whose place has changed since the capture.
+
+    With a `name` it was in that parameter's former memory then and is not now; without one it is in some parameter's
+    former memory only now.
+    """
     return StepError(
         f"{what} is another tensor than when the model was captured",
         why=f"then it lay in the memory of parameter {name!r}, from which the program reads it"

@@ -1,8 +1,9 @@
-"""A capture as text: equal texts make equal programs, by the same plan and the same versions.
+"""A capture as text: with the same plan and versions, equal texts make equal programs.
 
-Everything that AOTAutograd and passes read of a dynamo graph is in it: operators with their arguments, the types of all values, what each node is of
-(module, file and line: errors name them), constants bit by bit, graphs within it. A graph with anything else, such as an operator of the user's own,
-whose gradient is code that no text shows, has none: it is compiled anew in each process.
+The text has everything that AOTAutograd and passes read of a dynamo graph: operators with their arguments, the types of
+all values, the origin of each node (module, file and line: errors name them), constants bit by bit, graphs within it. A
+graph with anything else has no text, and is compiled anew in each process: one with an operator of the user's own, say,
+whose gradient is code that no text shows.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ _LARGEST = 1 << 26  # bytes of a constant
 
 
 def text_of_trace(trace: Trace) -> str:
-    """The text of a capture. Raises `UnsupportedError` for one that has none, with the first thing in it that has no text."""
+    """Return the text of a capture. Raises `UnsupportedError`, which names the first thing without a text, if it has
+    none."""
     if trace.sizes or trace.open_sizes is not None:
         raise UnsupportedError("sizes, numbers or values of inputs are open in it")
     said = [
@@ -75,7 +77,7 @@ def _target(node: fx.Node, module: fx.GraphModule) -> str:
 
 
 def _function(target: Any) -> str:
-    """The name of a function of torch's, or of Python's operators."""
+    """Return the name of a function of torch's, or of Python's operators."""
     if isinstance(target, torch._ops.HigherOrderOperator):
         if target.name() in _REGIONS:
             return f"region {target.name()}"
@@ -93,7 +95,7 @@ def _function(target: Any) -> str:
 
 
 def _constant(held: Any) -> str:
-    """What a graph holds: a tensor's bits, or another graph."""
+    """Return the text of a graph's attribute: a hash of a tensor's bits, or another graph's lines."""
     if isinstance(held, fx.GraphModule):
         return "{" + "\n".join(_lines(held)) + "}"
     if type(held) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or held.layout is not torch.strided:
@@ -105,7 +107,7 @@ def _constant(held: Any) -> str:
 
 
 def _text(item: Any) -> str:
-    """An argument, such that equal texts are equal arguments."""
+    """Return the text of an argument: equal texts are equal arguments."""
     if isinstance(item, fx.Node):
         return item.name
     if isinstance(item, enum.Enum):
@@ -126,7 +128,7 @@ def _text(item: Any) -> str:
 
 
 def _type(value: Any) -> str:
-    """What kind of value a node has."""
+    """Return the text of the kind of value that a node has."""
     if isinstance(value, torch.Tensor):
         if not isinstance(value, torch._subclasses.FakeTensor) and type(value) not in (
             torch.Tensor,

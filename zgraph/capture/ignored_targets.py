@@ -1,4 +1,5 @@
-"""Which target a model's loss leaves out: read from the calls of torch's classification losses, in what was captured and in `loss_fn`."""
+"""Finds the target that a model's loss leaves out, from the calls of torch's classification losses in the capture and
+in `loss_fn`."""
 
 from __future__ import annotations
 
@@ -12,15 +13,15 @@ from torch.overrides import TorchFunctionMode
 
 from zgraph.errors import StepError
 
-TARGETS = ("labels", "label", "targets", "target")  # what arguments are called that hold targets
+TARGETS = ("labels", "label", "targets", "target")  # names of arguments that hold targets
 IGNORED = -100  # the target that torch's losses leave out, unless they are told another
 LOSSES = {f: inspect.signature(f) for f in (functional.cross_entropy, functional.nll_loss)}
 
-Ignores = tuple[int, bool]  # the target that a loss leaves out; is it a mean weighted by classes?
+Ignores = tuple[int, bool]  # (the target that a loss leaves out, whether it is a mean weighted by classes)
 
 
 def _ignores(function: Any, args: Any, kwargs: Any) -> Ignores | None:
-    """What a call of one of torch's losses leaves out; None for any other call."""
+    """Return what a call of one of torch's losses leaves out; None for any other call."""
     if function not in LOSSES:
         return None
     given = LOSSES[function].bind(*args, **kwargs)
@@ -30,7 +31,7 @@ def _ignores(function: Any, args: Any, kwargs: Any) -> Ignores | None:
 
 
 def ignored_in(module: fx.GraphModule) -> set[Ignores]:
-    """What the losses leave out that a captured forward calls."""
+    """Return what the losses that a captured forward calls leave out."""
     graphs = [m.graph for m in module.modules() if isinstance(m, fx.GraphModule)]
     calls = [n for g in graphs for n in g.nodes if n.op == "call_function" and _is_loss(n.target)]
     return {found for n in calls if (found := _ignores(n.target, n.args, n.kwargs)) is not None}
@@ -41,7 +42,7 @@ def _is_loss(target: Any) -> bool:
 
 
 class LossesSeen(TorchFunctionMode):
-    """Notes what the losses leave out that are called inside."""
+    """Records what the losses called inside leave out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +58,8 @@ class LossesSeen(TorchFunctionMode):
 
 
 def ignored_of(found: Collection[Ignores]) -> int:
-    """The one target that does not count; -100 where no loss of torch's was seen. Raises `StepError` where losses differ, or weigh classes."""
+    """Return the one target that does not count; -100 where no loss of torch's was seen. Raises `StepError` where
+    losses differ, or weigh classes."""
     ids = sorted({number for number, _ in found})
     if len(ids) > 1:
         raise StepError(

@@ -1,4 +1,5 @@
-"""Refuses what no program can be given: inputs and states of the model that are not plain tensors, and calls inside of another tracer."""
+"""Refuses what programs can't take: inputs and states of the model that are not plain tensors, and calls inside another
+tracer."""
 
 from __future__ import annotations
 
@@ -17,7 +18,11 @@ from zgraph.torch_compat import autograd_state
 
 
 def refuse_inputs(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise `UnsupportedError` for a call that no program can be made for, naming the argument of `forward`; costs nothing for plain tensors."""
+    """Raise `UnsupportedError` for a call that no program can be made for, naming the argument of `forward`
+    (`SignatureError` for a DTensor).
+
+    The check costs nothing for plain tensors.
+    """
     if autograd_state.is_transformed():
         raise UnsupportedError(
             "a compiled model is called inside of a transform",
@@ -41,14 +46,15 @@ def refuse_inputs(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: di
 
 
 def resolved(x: Any) -> Any:
-    """An input as programs read it: its own numbers, where it is marked as their conjugate or negative."""
+    """Return an input as programs read it: with its values computed where it is only marked as conjugate or negative."""
     if isinstance(x, torch.Tensor) and (x.is_conj() or x.is_neg()):
         return x.resolve_conj().resolve_neg()
     return x
 
 
 def refuse_state(module: nn.Module) -> None:
-    """Raise `UnsupportedError` for a model with parameters or buffers that are no plain tensors, or with hooks that see gradients inside of it."""
+    """Raise `UnsupportedError` for a model with parameters or buffers that are no plain tensors, or with backward hooks
+    on modules inside it."""
     for kind, tensors in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
         for name, tensor in tensors:
             fault = None if isinstance(tensor, DTensor) else _fault_of(tensor)
@@ -65,14 +71,14 @@ def refuse_state(module: nn.Module) -> None:
 
 
 def _is_plain(x: Any) -> bool:
-    """Whether this is a plain tensor, or neither a tensor nor a container."""
+    """Return whether this is a plain tensor, or neither a tensor nor a container."""
     if type(x) is torch.Tensor:
         return x.layout is torch.strided and not x.is_nested
     return x is None or isinstance(x, (bool, int, float, str))
 
 
 def _leaves(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The leaves of a call's arguments, with what they are called."""
+    """Yield the leaves of a call's arguments, with their names."""
     names = [repr(p.name) for p in list(signature_of(forward).parameters.values())[1:]]
     named = [(names[i] if i < len(names) else f"[{i}]", a) for i, a in enumerate(args)]
     for name, argument in [*named, *((repr(k), v) for k, v in kwargs.items())]:
@@ -84,7 +90,7 @@ Fault = tuple[str, str, str]
 
 
 def _fault_of(x: torch.Tensor) -> Fault | None:
-    """(what a tensor is, why no program takes it, what to do) unless it is a plain one."""
+    """Return (what a tensor is, why no program takes it, what to do); None for a plain one."""
     if x.is_nested:
         return "a nested tensor", "programs are made for fixed sizes", "pad it: x.to_padded_tensor(0.0), with a mask"
     if x.layout is not torch.strided:

@@ -1,8 +1,10 @@
-"""Which sizes of a model's calls differ, and which Python numbers among their arguments: learned from the calls, or declared.
+"""The sizes of a model's calls that differ, and the Python numbers among its arguments: learned from the calls, or
+declared.
 
-Calls of one *family* have inputs of the same structure, dtypes and numbers of dimensions. Dimensions that had several sizes so far are *open*:
-they have names, in programs they are symbols. Two have one name while they were equal in every call. All else is a number, and so is an open
-dimension in a call in which its size is 1 (torch computes otherwise with these) or 0.
+Calls of one *family* have inputs of the same structure, dtypes and numbers of dimensions. Dimensions that had several
+sizes so far are *open*: they have names, and are symbols in programs. Two have the same name while they were equal in
+every call. All other dimensions are numbers, and so is an open one in a call in which its size is 1 (torch computes
+otherwise with these) or 0.
 
 What is learned must be equal on all ranks: they learn together, from the calls of all.
 """
@@ -26,38 +28,37 @@ from zgraph.names import did_you_mean
 from zgraph.plan.shapes import Size, declared
 
 Place = tuple[int, int]
-"""A dimension: the number of a tensor of the call, and which dimension of it."""
+"""A dimension: (number of the tensor in the call, number of its dimension)."""
 
 Shapes = tuple[tuple[int, ...], ...]
 
 Numbers = tuple[str, ...]
-"""Python numbers among the arguments of a call, in words."""
+"""Python numbers among the arguments of a call, as text."""
 
 Value = tuple[tuple[int, ...], tuple[int, ...]]
-"""The shape of a tensor, and its numbers in order."""
+"""A tensor's shape, and its elements in order."""
 
 MARK = "\0"  # around the number of a tensor in a signature, in place of its shape
-VALUE = "\1"  # around that of a Python number, in place of its value
-CONSTANT = "\2"  # around that of an input that is a constant, in place of its shape and its values
+VALUE = "\1"  # around the number of a Python number, in place of its value
+CONSTANT = "\2"  # around the number of an input that is a constant, in place of its shape and values
 
 
 @dataclass(frozen=True)
 class Signature:
-    """All about a call that a capture specialises on. `form` has it in words, with a mark for the shape of each of the `tensors`, for the value
-    of each of the `numbers`, and for both of each of the `constants`; `family` is the part of it that is about the inputs."""
+    """Everything about a call that a capture specialises on."""
 
-    form: str
-    family: str
-    tensors: tuple[torch.Tensor, ...]
-    numbers: Numbers
+    form: str  # the call in words, with marks for the tensors' shapes, the numbers' values, and both of constants
+    family: str  # the part of `form` about the inputs, without modes
+    tensors: tuple[torch.Tensor, ...]  # the tensors whose shapes are marks in `form`
+    numbers: Numbers  # the Python numbers whose values are marks in `form`
     leaves: tuple[str, ...]  # each of the inputs, in words
     constants: tuple[torch.Tensor, ...]  # inputs whose values are constants of a capture
-    values: tuple[Value, ...]  # these values
-    call: tuple[tuple[Any, ...], dict[str, Any]] = field(repr=False)
+    values: tuple[Value, ...]  # the shapes and values of the constants
+    call: tuple[tuple[Any, ...], dict[str, Any]] = field(repr=False)  # (args, kwargs)
 
     @property
     def inputs(self) -> str:
-        """The part of the form that is about the inputs' values, and not about their structure."""
+        """The part of the form about the inputs themselves, without their structure and the modes."""
         return self.form[: self.form.index("; structure ")]
 
     @property
@@ -65,7 +66,8 @@ class Signature:
         return tuple([tuple(t.shape) for t in self.tensors])
 
     def at(self, shapes: Shapes, values: tuple[Value, ...], device: str | None = None) -> Signature:
-        """The same call with tensors of other shapes, which have no values, and other constants; on the devices of its own, or on another."""
+        """Return the same call with tensors of other shapes (without values) and other constants; on `device`, by
+        default on its own devices."""
         stand_ins = {
             id(t): _stand_in(t, shape, device or t.device)
             for t, shape in zip(self.tensors, shapes, strict=True)
@@ -84,12 +86,14 @@ class Signature:
         )
 
     def paths(self, positional: Sequence[str]) -> tuple[str, ...]:
-        """What each of the tensors is called: "input_ids", "batch.labels"; `positional` are the names of forward's parameters."""
+        """Return the name of each of the tensors: "input_ids", "batch.labels". `positional` are the names of forward's
+        parameters."""
         found = {id(leaf): path for path, leaf in inputs_by_path(positional, *self.call).items()}
         return tuple(found[id(t)] for t in self.tensors)
 
     def sources(self, parameters: Sequence[inspect.Parameter]) -> tuple[str, ...]:
-        """What a capture calls each of the numbers: "L['temperature']"; of a forward with these parameters behind the module."""
+        """Return the name that a capture gives each of the numbers: "L['temperature']". `parameters` are forward's,
+        without the module."""
         plain = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         others = {p.kind: p.name for p in parameters}
         named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
@@ -111,8 +115,11 @@ class Signature:
         return tuple(found)
 
     def text(self, names: Mapping[Place, str] = MappingProxyType({}), given: Collection[int] = ()) -> str:
-        """The signature with shapes: of sizes that have names these, but for those that are 0 or 1; and with the values of Python numbers, but for
-        those that are `given` to the program."""
+        """Return the signature as text.
+
+        Sizes that have `names` are shown by these, except 0 and 1. Python numbers are shown by their values, except
+        those that are `given` to the program.
+        """
         shapes = [
             ", ".join(str(names.get((number, d), n) if n > 1 else n) for d, n in enumerate(tensor.shape))
             for number, tensor in enumerate(self.tensors)
@@ -127,7 +134,7 @@ class Signature:
         return self._filled([", ".join("?" * t.dim()) for t in self.tensors], *unknown)
 
     def _filled(self, shapes: Sequence[str], numbers: Sequence[str], values: Sequence[str]) -> str:
-        """The form with these in place of its marks."""
+        """Return the form with these texts in place of its marks."""
         parts = self.form.split(MARK)
         parts[1::2] = [f"[{shape}]" for shape in shapes]
         parts = "".join(parts).split(VALUE)
@@ -138,7 +145,7 @@ class Signature:
 
 
 def inputs_by_path(positional: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All inputs of a call by what they are called: "input_ids", "batch.labels"."""
+    """Return all inputs of a call by their names: "input_ids", "batch.labels"."""
     named = dict(zip([*positional, *(f"args_{i}" for i in range(len(args)))], args, strict=False)) | kwargs
     leaves = pytree.tree_leaves_with_path(named)
     return {pytree.keystr(path)[2:].replace("']", "", 1): leaf for path, leaf in leaves}
@@ -155,32 +162,32 @@ KNOWN_VALUES = 256  # constants that a family remembers
 
 @dataclass
 class Family:
-    """What is known of the sizes of calls with inputs of one form: of tensors that are called `paths`; some are `whole` numbers."""
+    """What is known of the sizes of calls with inputs of one form."""
 
-    paths: tuple[str, ...]
-    whole: tuple[bool, ...]
-    sources: tuple[str, ...] = ()  # what captures call the Python numbers
-    declared: dict[Place, Size] = field(default_factory=dict)
+    paths: tuple[str, ...]  # the names of the tensors
+    whole: tuple[bool, ...]  # whether each tensor is of whole numbers
+    sources: tuple[str, ...] = ()  # the names that captures give the Python numbers
+    declared: dict[Place, Size] = field(default_factory=dict)  # the sizes that the plan declares
     padded: set[Place] = field(default_factory=set)  # dimensions that are padded to buckets: numbers in each program
-    first: Shapes = ()  # those of the first call
+    first: Shapes = ()  # the shapes of the first call
     differed: set[Place] = field(default_factory=set)  # dimensions that had several sizes
-    equal: dict[Place, int] = field(default_factory=dict)  # dimensions that were equal in every call have one number
-    points: dict[Place, int] = field(default_factory=dict)  # the largest size that each had
-    closed: dict[Place, str] = field(default_factory=dict)  # dimensions that the model has for numbers, and why
-    alike: set[Place] = field(
-        default_factory=set
-    )  # dimensions that did not differ, and are open since they are equal to others that are
-    fixed: set[Place] = field(default_factory=set)  # dimensions that did not differ, and that the model has for numbers
+    # a number for each dimension: dimensions with the same number were equal in every call
+    equal: dict[Place, int] = field(default_factory=dict)
+    points: dict[Place, int] = field(default_factory=dict)  # the largest size of each so far
+    closed: dict[Place, str] = field(default_factory=dict)  # dimensions that the model needs as numbers, and why
+    # dimensions that did not differ, and are open because they are equal to others that are
+    alike: set[Place] = field(default_factory=set)
+    # dimensions that did not differ, and that the model needs as numbers
+    fixed: set[Place] = field(default_factory=set)
     free: set[Place] = field(default_factory=set)  # dimensions that differed while the constants did not
-    tied: set[Place] = field(default_factory=set)  # dimensions that constants decide, as far as is known
-    by_values: dict[tuple[Value, ...], Shapes] = field(
-        default_factory=dict
-    )  # the first call with each of the latest constants
-    anticipate: bool = False  # are sizes open that are likely to differ?
-    names: dict[Place, str] = field(default_factory=dict)  # of the dimensions that are open
-    first_numbers: Numbers | None = None
+    tied: set[Place] = field(default_factory=set)  # dimensions whose sizes the constants decide, as far as is known
+    # the shapes of the first call with each of the latest constants
+    by_values: dict[tuple[Value, ...], Shapes] = field(default_factory=dict)
+    anticipate: bool = False  # whether sizes that are likely to differ are open before they do
+    names: dict[Place, str] = field(default_factory=dict)  # the names of the open dimensions
+    first_numbers: Numbers | None = None  # the Python numbers of the first call
     given: set[int] = field(default_factory=set)  # Python numbers that had several values, and are given to programs
-    constant: set[int] = field(default_factory=set)  # those that a program can't be given
+    constant: set[int] = field(default_factory=set)  # Python numbers that a program can't be given
 
     def learn_numbers(self, numbers: Sequence[Numbers]) -> None:
         """Take in calls with these Python numbers."""
@@ -190,7 +197,8 @@ class Family:
             self.given |= differ - self.constant
 
     def learn(self, calls: Sequence[tuple[Shapes, tuple[Value, ...]]], *, anticipate: bool) -> None:
-        """Take in calls with these shapes, and constants. With `anticipate` sizes are open that are likely to differ, though they did not yet."""
+        """Take in calls with these shapes and constants. With `anticipate`, sizes that are likely to differ are open
+        before they do."""
         self.anticipate = anticipate
         for one, values in calls:
             before = self.by_values.setdefault(values, one)
@@ -208,8 +216,12 @@ class Family:
         self._name(self._open())
 
     def close(self, names: Sequence[str], why: str) -> bool:
-        """Let sizes be numbers from now on: those of these names, which a capture could not have as symbols. Is that for good? It is not where they
-        did not differ by themselves, and may be symbols when they do."""
+        """Make the sizes of these names, which a capture could not have as symbols, numbers from now on; return whether
+        that is final.
+
+        It is not final for dimensions that have not differed themselves, or whose sizes constants decide: they may
+        become symbols when they differ.
+        """
         places = {place for place, name in self.names.items() if name in names}
         presumed = places - self.differed - self.declared.keys()
         decided = {p for p in places if len(self.by_values) > 1 and p not in self.free} - self.declared.keys()
@@ -226,7 +238,10 @@ class Family:
         return not presumed and not decided
 
     def _open(self) -> list[Place]:
-        """The dimensions that are declared, or that differed. Where one of a tensor did, its rows are taken for a batch, which will."""
+        """Return the dimensions that are declared, or that differed.
+
+        Where a dimension of a tensor differed, its rows are taken for a batch, which will differ too.
+        """
         rows = {(t, 0) for t, _ in self.differed}
         likely = {(t, d) for t, d in self.equal if self.anticipate and (d == 0 or self.whole[t])}
         batches = {self.equal[p] for p in rows if p in self.equal}
@@ -237,7 +252,8 @@ class Family:
         ]
 
     def _name(self, places: Sequence[Place]) -> None:
-        """One name for all dimensions that were equal in every call: the declared one, else one that says what they are."""
+        """Give one name to all dimensions that were equal in every call: the declared one, else one that describes
+        them."""
         classes: dict[int | str, list[Place]] = {}
         for place in places:
             declared = self.declared.get(place)
@@ -247,7 +263,7 @@ class Family:
         former = {key: {before[p] for p in members if p in before} for key, members in classes.items()}
         for key in sorted(
             classes, key=lambda key: not former[key]
-        ):  # (a name that is known stays: programs are found by it)
+        ):  # (a dimension keeps the name that it has: programs are found by it)
             kept = [name for name in former[key] if name not in taken]
             name = key if isinstance(key, str) else kept[0] if len(kept) == 1 else self._invented(classes[key], taken)
             taken.add(name)
@@ -265,7 +281,8 @@ class Family:
         return name
 
     def point(self, signature: Signature) -> dict[str, int]:
-        """The sizes of a call by their names, but for those that are 0 or 1. Raises `SignatureError` for declared ones that are not as declared."""
+        """Return the sizes of a call by their names, except those that are 0 or 1. Raises `SignatureError` for a size
+        that is not as declared."""
         found: dict[str, int] = {}
         where: dict[str, Place] = {}
         for place, name in self.names.items():
@@ -301,7 +318,7 @@ class Family:
             )
 
     def serves(self, signature: Signature) -> bool:
-        """Whether dimensions of one name have one size in this call, as in all before."""
+        """Return whether dimensions of one name have one size in this call, as in all before."""
         sizes: dict[str, int] = {}
         return all(
             sizes.setdefault(name, size) == size
@@ -312,8 +329,12 @@ class Family:
     def open_sizes(
         self, signature: Signature, at: Mapping[str, int] | None = None, without: Collection[str] = ()
     ) -> OpenSizes | None:
-        """What a capture for this call has as symbols, `without` these; None where all of its sizes are numbers. It is made `at` these sizes, by
-        default at the typical ones, else the largest so far; those that constants may decide as they are."""
+        """Return the sizes that a capture for this call has as symbols, except those in `without`; None where all of
+        its sizes are numbers.
+
+        The capture is made `at` these sizes, by default at the typical ones, else at the largest so far. Sizes that
+        constants may decide have those of the first call with these constants.
+        """
         here = {n: size for n, size in self.point(signature).items() if n not in without}
         given = tuple(self.sources[at] for at in sorted(self.given))
         if not here:
@@ -339,7 +360,7 @@ class Family:
         return OpenSizes(names, distinct(bounded, exact), ranges, given)
 
     def note_constants(self, constants: Collection[str]) -> None:
-        """Let Python numbers be constants, by their values, that a program could not be given."""
+        """Make Python numbers that a program could not be given constants again, by their names in captures."""
         found = {at for at, source in enumerate(self.sources) if source in constants}
         self.constant |= found & self.given
         self.given -= found
@@ -359,7 +380,8 @@ class VaryingSizes:
         self._families: dict[str, Family] = {}
 
     def family(self, signature: Signature) -> Family:
-        """What is known of calls of this form. Raises `SignatureError` where the plan declares a dimension that an argument does not have."""
+        """Return the family of calls of this form. Raises `SignatureError` where the plan declares a dimension that an
+        argument does not have."""
         known = self._families.get(signature.family)
         if known is None:
             paths = signature.paths([p.name for p in self.parameters])
@@ -371,7 +393,8 @@ class VaryingSizes:
         return known
 
     def opened(self, signature: Signature) -> OpenSizes | None:
-        """What a capture for one call has as symbols: the declared sizes. Raises as `family` and `Family.point` do."""
+        """Return the sizes that a capture for one call has as symbols: the declared ones. Raises as `family` and
+        `Family.point` do."""
         family = self.family(signature)
         family.learn([(signature.shapes, signature.values)], anticipate=False)
         return family.open_sizes(signature)

@@ -1,6 +1,7 @@
-"""Sees when a compiled model's `forward` is replaced: on the model (`model.forward = f`), or in its class.
+"""Notices when a compiled model's `forward` is replaced: on the model (`model.forward = f`), or in its class.
 
-A function that calls the compiled forward runs around it, as the user wrote it. Any other is captured in the place of the old one.
+A function that calls the compiled forward runs around it, as the user wrote it. Any other is captured in place of the
+old one.
 """
 
 from __future__ import annotations
@@ -28,8 +29,11 @@ def is_method(module: nn.Module, forward: Any) -> bool:
 
 
 def method_of(module: nn.Module) -> Callable[..., Any]:
-    """The function that is a module's forward, which takes the module first. Raises `ModelError` for one that is bound to no module: a copy of
-    the module would run the original's weights."""
+    """Return the function of a module's forward, which takes the module first.
+
+    Raises `ModelError` for a forward that is not bound to the module: a copy of the module would run the original's
+    weights.
+    """
     if "zgraph" in module.__dict__:
         raise ModelError("the model is compiled already", hint="give the plain model, as it was before zgraph.compile")
     if not is_method(module, module.forward):
@@ -42,7 +46,7 @@ def method_of(module: nn.Module) -> Callable[..., Any]:
 
 
 def unbound(module: nn.Module, forward: Any) -> Callable[..., Any]:
-    """A forward as a function that takes the module first."""
+    """Return a forward as a function that takes the module first."""
     if is_method(module, forward):
         return forward.__func__  # type: ignore[no-any-return]
 
@@ -54,7 +58,10 @@ def unbound(module: nn.Module, forward: Any) -> Callable[..., Any]:
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature:
-    """The signature of what `unbound` gave, with the module first. (It is not on the function itself, where dynamo would take it for its code's.)"""
+    """Return the signature of a result of `unbound`, with the module first.
+
+    (It is not set on the function itself, where dynamo would take it for its code's.)
+    """
     if not hasattr(function, "calls"):
         return inspect.signature(function)
     known = inspect.signature(function.calls)
@@ -63,9 +70,12 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
 
 
 class Forward:
-    """The forward of one compiled model: `run` takes the arguments of a call, `adopt` another function (which takes the module first) to be
-    captured from now on. `is_ours` tells of a name whether what the model has by it is zgraph's. What stands on the model as `forward` is
-    `compiled`."""
+    """The forward of one compiled model.
+
+    `run` takes the arguments of a call. `adopt` takes another function (which takes the module first) to be captured
+    from now on. `is_ours` says whether the model's attribute of a name is zgraph's own. `compiled` is what is set as
+    the model's `forward`.
+    """
 
     def __init__(
         self,
@@ -102,7 +112,7 @@ class Forward:
         here = self.compiled = autograd_state.untraced(functools.wraps(original)(forward))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What `model(…)` does, in the place of the module's own `_call_impl`."""
+        """Call the model, in place of the module's own `_call_impl`."""
         if self.module.__dict__.get("forward") is self.compiled:
             return autograd_state.call_module(self.module, args, kwargs)
         self.settle()
@@ -118,7 +128,8 @@ class Forward:
         return result
 
     def settle(self, staged: bool = False) -> None:
-        """See whether the forward is another one by now. Raises `ModelError` for one that can't be run."""
+        """Take up a forward that was replaced since. Raises `ModelError` for one that can't be run (with `staged`, any
+        wrapper)."""
         given = self.module.__dict__.get("forward")
         if given is self.compiled:
             self._wrapper = None
@@ -172,8 +183,11 @@ def _place(function: Any) -> str | None:
 
 
 def calls(function: Any, wanted: Any, module: nn.Module, is_ours: Callable[[str], bool]) -> bool:
-    """Can a function call `wanted`: does it hold it in its closure, arguments, attributes, or the globals that it names, or does the module hold
-    it under a name that the user gave it?"""
+    """Return whether a function can call `wanted`.
+
+    That is: it holds `wanted` in its closure, arguments, attributes, or the globals that it names, or the module holds
+    it under a name that the user gave.
+    """
     kinds = (types.FunctionType, types.MethodType, functools.partial)
     stack = [function, *(v for k, v in module.__dict__.items() if isinstance(v, kinds) and not is_ours(k))]
     seen: set[int] = set()
@@ -188,7 +202,7 @@ def calls(function: Any, wanted: Any, module: nn.Module, is_ours: Callable[[str]
 
 
 def _held(item: Any) -> Iterator[Any]:
-    """What a function, or an object around one, holds."""
+    """Yield what a function, or an object around one, holds."""
     if isinstance(item, types.FunctionType):
         yield from (cell.cell_contents for cell in item.__closure__ or () if _is_set(cell))
         yield from (*(item.__defaults__ or ()), *(item.__kwdefaults__ or {}).values(), *item.__dict__.values())

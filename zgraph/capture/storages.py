@@ -1,4 +1,4 @@
-"""Who shares memory with whom, among what goes into a program, what it keeps, and what it hands out."""
+"""Memory that is shared among what goes into a program, what it keeps, and what it returns."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ K = TypeVar("K")
 
 
 def address(tensor: torch.Tensor) -> int:
-    """Where a tensor's memory begins: the same number for all tensors on one storage, as long as one of them lives. 0 if it has none."""
+    """Return the address of a tensor's storage: the same for all tensors on it while one of them lives. 0 if it has
+    none."""
     return tensor_storage.storage_address(tensor)
 
 
 def span(tensor: torch.Tensor) -> tuple[int, int]:
-    """The addresses of a tensor's first byte, and of the one behind its last."""
+    """Return the addresses of a tensor's first byte, and of the one after its last."""
     if not tensor.numel():
         return 0, 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -29,19 +30,21 @@ def span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
-    """Whether two spans have a byte in common."""
+    """Return whether two spans have a byte in common."""
     return one[0] < other[1] and other[0] < one[1]
 
 
 def owned(
     values: Sequence[torch.Tensor], others: Collection[int], transferred: Collection[int] = ()
 ) -> list[torch.Tensor]:
-    """The tensors that a backward gives, each in memory that nothing else reads or writes: those that have none of their own are copied.
+    """Return a backward's tensors, each in memory that nothing else reads or writes: those that share theirs are
+    copied.
 
-    Whoever gets one may write to it: `.grad` is added to, clipped and scaled in place, and torch looks only at the tensor, not at its memory.
-    `others` are the ids of tensors that stay where they are: a program may give an input back as it is. What came out of a collective
-    (`transferred`, by position) is in memory that was made for it, which the transport may hold a little longer. The `values` were made
-    without bases of views (`autograd_state.without_bases`): a base would count as one more tensor on their memory.
+    Whoever gets one may write to it: `.grad` is added to, clipped and scaled in place, and torch looks only at the
+    tensor, not at its memory. `others` are the ids of tensors that stay in use: a program may return an input as it is.
+    The result of a collective (`transferred`, by position) is in memory that was made for it, which the transport may
+    hold a little longer. The `values` were made without bases of views (`autograd_state.without_bases`): a base would
+    count as one more tensor on their memory.
     """
     taken = set(others)
     made: list[torch.Tensor] = []
@@ -59,7 +62,7 @@ def owned(
 def _beside(
     value: torch.Tensor, values: Sequence[torch.Tensor], made: Sequence[torch.Tensor], transferred: bool
 ) -> bool:
-    """Is the memory of `value` shared with other `values` alone, and its part of it with none of those that are `made` already?"""
+    """Return whether only other `values` share the memory of `value`, and none of those already in `made` overlaps it."""
     here, mine = address(value), span(value)
     sharing = {id(v) for v in values if address(v) == here}
     known = transferred or tensor_storage.holders(value) == len(sharing)
@@ -68,23 +71,25 @@ def _beside(
 
 @dataclass(frozen=True)
 class Sharing:
-    """With whom the values share memory that one forward program gives: the same at each run.
+    """The memory that the values of one forward program share with others: the same at each run.
 
-    `copied` are the positions of those that are copied before anything else happens: an output that the plain model gives by itself, a saved
-    value, or a buffer's new one, that the forward's own writes would reach. Flat outputs that are views of each other in the plain model
-    too are `linked`, those of its inputs `lent`. The backward reads the memory of the flat inputs and outputs, and of the parameters, that
-    are `read`: it is wrong if these are written to before it.
+    What the backward reads must not be written to before it.
     """
 
+    # positions of outputs that are copied first: the plain model's are separate, or the forward's writes would reach
+    # them
     copied: frozenset[int]
-    linked: frozenset[int]
-    lent: frozenset[int]
-    read_inputs: frozenset[int]
-    read_outputs: tuple[int, ...]
-    read_params: frozenset[str]
+    linked: frozenset[int]  # flat outputs that are views of each other in the plain model too
+    lent: frozenset[int]  # flat outputs that are views of inputs in the plain model too
+    read_inputs: frozenset[int]  # flat inputs whose memory the backward reads
+    read_outputs: tuple[int, ...]  # flat outputs whose memory the backward reads
+    read_params: frozenset[str]  # parameters whose memory the backward reads
 
     def handed(self, index: int, value: torch.Tensor) -> torch.Tensor:
-        """A flat output as a user gets it. Autograd lets a user write to what is no view; of what is a view it must know the base."""
+        """Return a flat output as a user gets it.
+
+        Autograd lets a user write to a tensor that is no view; for a view it must know the base.
+        """
         if index in self.linked or index in self.lent:
             return value.view_as(value)
         return value.detach() if value._is_view() else value
@@ -98,8 +103,11 @@ def sharing(
     kept: Iterable[torch.Tensor],
     plain: PlainStorages,
 ) -> Sharing:
-    """What a forward `program` shares, from one run of it: its outputs' `values`, its flat inputs, what it took for `params`, and the whole
-    weights that are `kept` for later forwards."""
+    """Return what a forward `program` shares, from one run of it.
+
+    `values` are its outputs, `flat` its flat inputs, `params` what it took for the parameters, and `kept` the whole
+    weights that are kept for later forwards.
+    """
     inputs = _by_address({i: v for i, v in enumerate(flat) if isinstance(v, torch.Tensor)})
     weights, gathers = _by_address(params), _by_address(dict(enumerate(kept)))
     mutated = {p.index for p in program.outputs if p.role is OutputRole.MUTATION}
@@ -144,10 +152,10 @@ def _by_address(tensors: Mapping[K, torch.Tensor]) -> dict[int, set[K]]:
 
 @dataclass(frozen=True)
 class PlainStorages:
-    """Which flat inputs and outputs of the plain model are on one storage: a number for each, the same for those that are."""
+    """The storages of the plain model's flat inputs and outputs: a number for each, equal for those on one storage."""
 
-    inputs: tuple[int | None, ...]
-    outputs: tuple[int | None, ...]
+    inputs: tuple[int | None, ...]  # the number of each flat input, None for other values than tensors
+    outputs: tuple[int | None, ...]  # the number of each flat output, None for other values than tensors
 
     def of_inputs(self, output: int) -> bool:
         return self.outputs[output] is not None and self.outputs[output] in self.inputs
@@ -157,8 +165,11 @@ class PlainStorages:
 
 
 def written_twice(written: Collection[int], flat: Sequence[Any], others: Collection[int]) -> tuple[int, int] | None:
-    """Positions of two flat inputs that have memory in common, of which the first is `written`, and one is among the `others`: a program
-    writes to each of its inputs as if it were alone. None where there are none."""
+    """Return the positions of two flat inputs whose memory overlaps, one of them `written` and one among the `others`;
+    None if there are none.
+
+    A program writes to each of its inputs as if it shared memory with no other.
+    """
     places: dict[int, list[int]] = {}
     for at in {*written, *others}:
         if isinstance(flat[at], torch.Tensor) and (here := address(flat[at])):

@@ -1,8 +1,8 @@
 """Captures in which sizes of inputs are symbols, so that one program serves every call that differs in them.
 
-A size has a name; dimensions of one name are equal in every call. Dynamo and AOTAutograd trace with a symbol for each name, at a point
-(numbers that no two names share: equal ones are one symbol), and note as guards what they asked of it. Afterwards the program gets an
-environment of its own, one input for each symbol, and the guards as its `Sizes`.
+A size has a name; dimensions of one name are equal in every call. Dynamo and AOTAutograd trace with a symbol for each
+name, at a point (numbers that no two names share: equal ones are one symbol), and record as guards what they relied on.
+Afterwards the program gets an environment of its own, one input for each symbol, and the guards as its `Sizes`.
 """
 
 from __future__ import annotations
@@ -26,30 +26,31 @@ from zgraph.torch_compat import symbols
 
 @dataclass(frozen=True)
 class OpenSizes:
-    """Which sizes of a call are to be symbols: `names` by dimension, by the ids of its tensors; `points` at which they are traced; `ranges` that
-    a user has declared, (smallest, largest). `numbers` are the Python numbers that are to be given to the program, as captures call them; `values`
-    are the ids of tensors whose values are constants of it."""
+    """The sizes of a call that are to be symbols."""
 
-    names: Mapping[int, dict[int, str]]
-    points: Mapping[str, int]
+    names: Mapping[int, dict[int, str]]  # the name of each such dimension, by the tensors' ids
+    points: Mapping[str, int]  # the sizes that they are traced at, by name
+    # (smallest, largest) as a user has declared, by name
     ranges: Mapping[str, tuple[int, int | None]] = field(default_factory=dict)
-    numbers: tuple[str, ...] = ()
-    values: frozenset[int] = frozenset()
+    numbers: tuple[str, ...] = ()  # Python numbers that are given to the program, by their names in captures
+    values: frozenset[int] = frozenset()  # ids of tensors whose values are constants of the program
 
 
 @dataclass(frozen=True)
 class TracedSize:
-    """A size as a capture has it: its symbol, and where a call has it among the flat inputs."""
+    """A size in a capture: its symbol, and its place among the flat inputs of a call."""
 
-    name: str
-    symbol: Any
-    index: int
-    dim: int
+    name: str  # the size's name
+    symbol: Any  # a sympy symbol
+    index: int  # the flat input that has it
+    dim: int  # the dimension of that input
 
 
 def distinct(points: Mapping[str, int], exact: Collection[str] = ()) -> dict[str, int]:
-    """The points with no two equal, and none that is 0 or 1: larger by as little as need be, and those that are `exact` only if there is no other
-    way."""
+    """Return the points changed so that none are equal, and none is 0 or 1.
+
+    They grow by as little as possible; those that are `exact` change only if there is no other way.
+    """
     found: dict[str, int] = {}
     for name in sorted(points, key=lambda name: (name not in exact, name)):
         point = max(points[name], 2)
@@ -62,7 +63,8 @@ def distinct(points: Mapping[str, int], exact: Collection[str] = ()) -> dict[str
 def traced_sizes(
     graph: fx.Graph, given: Sequence[Any], open_dims: Mapping[int, Mapping[int, str]]
 ) -> tuple[TracedSize, ...]:
-    """The sizes of a capture by its flat inputs. Raises `SizeError` for one that the model has made a number."""
+    """Return the sizes of a capture by its flat inputs. Raises `SizeError` for one that the model has turned into a
+    number."""
     found: dict[str, TracedSize] = {}
     for index, (value, node) in enumerate(zip(given, graph.find_nodes(op="placeholder"), strict=True)):
         for dim, name in open_dims.get(id(value), {}).items():
@@ -81,7 +83,7 @@ def traced_sizes(
 
 
 def refuse_numbers(traced: Sequence[TracedSize], graph: fx.Graph) -> None:
-    """Raise `SizeError` for a size that the trace has made a number."""
+    """Raise `SizeError` for a size that the trace has turned into a number."""
     for size in traced:
         env = _environment(graph)
         number = symbols.specialised(env, size.symbol)
@@ -96,7 +98,7 @@ def refuse_numbers(traced: Sequence[TracedSize], graph: fx.Graph) -> None:
 
 
 def _of_size(name: str, what: str, **told: str | None) -> SizeError:
-    """An error that knows which size it is about."""
+    """Return an error that records which size it is about."""
     error = SizeError(what, **told)
     error.sizes = (name,)
     return error
@@ -112,7 +114,7 @@ def _environment(graph: fx.Graph) -> Any:
 
 
 def refuse_unknown(graph: fx.Graph) -> None:
-    """Raise `SizeError` where sizes depend on values: these are folded into regions, which have sizes that are numbers."""
+    """Raise `SizeError` where sizes depend on values: such nodes become regions, whose own sizes must be numbers."""
     for node in graph.nodes:
         if symbols.has_unknown(node.meta.get("val")) or node.target in LOOKED_AT:
             raise SizeError(
@@ -131,8 +133,10 @@ def refuse_unknown(graph: fx.Graph) -> None:
 
 
 def canonical(graph: fx.Graph, traced: Sequence[TracedSize]) -> list[tuple[TracedSize, fx.Node]]:
-    """Let every number of the graph be arithmetic on one new input for each symbol; these inputs. Raises `SizeError` for an output that is a
-    number."""
+    """Rewrite every number of the graph as arithmetic on one new input for each symbol; return these inputs.
+
+    Raises `SizeError` for an output that is a number.
+    """
     output = graph.output_node()
     for node in output.all_input_nodes:
         if is_symbolic(node.meta.get("val")):
@@ -175,7 +179,8 @@ def canonical(graph: fx.Graph, traced: Sequence[TracedSize]) -> list[tuple[Trace
 
 
 def with_own_sizes(program: Program, traced: Sequence[TracedSize], declared: OpenSizes | None) -> Program:
-    """The captured program with an environment of its own, and with what it holds for; itself, where all sizes are numbers."""
+    """Return the captured program with an environment of its own and the conditions that it holds for; the program
+    itself where all sizes are numbers."""
     if declared is None or not traced:
         return program
     env = program.fake_mode.shape_env
@@ -199,7 +204,7 @@ def with_own_sizes(program: Program, traced: Sequence[TracedSize], declared: Ope
     made = sizes.converted(program, mode, given, found)
     for _ in check_values(
         made, ValueCache()
-    ):  # (what operators ask when they are evaluated once more is part of what it holds for)
+    ):  # (the guards of evaluating the operators once more are among its conditions)
         pass
     now = sizes.guards_of(mode.shape_env)
     made.sizes = replace(found, guards=tuple(dict.fromkeys([*asked, *now])))

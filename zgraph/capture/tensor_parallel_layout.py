@@ -1,7 +1,8 @@
-"""Which weights the ranks of "tp" divide, as a plan says it.
+"""The weights that the ranks of "tp" divide, by the plan.
 
-By a table of module patterns, by the model's own (`base_model_tp_plan` in transformers), or found from the captured graph: every axis
-that may be divided is, and where a weight has several, the one whose step is simulated to be the fastest.
+The plan has a table of module patterns, names the model's own (`base_model_tp_plan` in transformers), or leaves it to
+the captured graph: every axis that may be divided is, and where a weight has several, the one whose step is simulated
+to be the fastest.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from zgraph.units import shown_bytes
 
 logger = logging.getLogger(__name__)
 
-# What styles in tables say of a module's weights. Names are those of torch's and transformers' own plans.
+# The dimension of a module's weights that each style of a table divides. Names are those of torch's and transformers'
+# plans.
 STYLES = {
     "colwise": "out",
     "rowwise": "in",
@@ -50,8 +52,11 @@ _OF_TRANSFORMERS = {
 
 
 def divided_layout(joint: Program, plan: Plan, costs: Costs, module: nn.Module) -> dict[str, ParamSpec]:
-    """The layouts of a captured program's parameters with the plan's divisions: as they are where nothing is divided. Raises `PlanError` for
-    a table that does not fit the model."""
+    """Return the layouts of a captured program's parameters with the plan's divisions; unchanged where nothing is
+    divided.
+
+    Raises `PlanError` for a table that does not fit the model.
+    """
     ranks = joint.mesh.get(TENSOR_DIM, 1)
     if ranks == 1:
         return joint.params
@@ -71,7 +76,7 @@ def divided_layout(joint: Program, plan: Plan, costs: Costs, module: nn.Module) 
 def as_divided(
     specs: dict[str, ParamSpec], like: Mapping[str, ParamSpec], mesh: Mapping[str, int]
 ) -> dict[str, ParamSpec]:
-    """Whole layouts, divided as others are."""
+    """Divide whole layouts as those of `like` are."""
     return {
         name: spec.divided(division, mesh) if (division := like[name].division) is not None else spec
         for name, spec in specs.items()
@@ -103,12 +108,13 @@ def _tell(specs: Mapping[str, ParamSpec], ranks: int) -> None:
 
 # -- found from the graph ---------------------------------------------------------------------------------------------
 def _kind(choice: Choice) -> tuple[object, ...]:
-    """What choices of equal layers have in common."""
+    """Return a key that is the same for choices of equal layers."""
     return tuple(sorted({(re.sub(r"\d+", "*", n), d.dim, d.blocks) for n, d in choice.divisions.items()}))
 
 
 def _fastest(joint: Program, found: list[Choice], plan: Plan, costs: Costs) -> dict[str, Division]:
-    """Every parameter is divided that can be; of several ways the one that is simulated to be the fastest, for equal layers alike."""
+    """Divide every parameter that can be; among several ways take the one that is simulated to be the fastest, the same
+    for equal layers."""
     kinds: dict[tuple[object, ...], list[Choice]] = {}
     for choice in found:
         kinds.setdefault(_kind(choice), []).append(choice)
@@ -137,7 +143,7 @@ def _blocks(kind: list[Choice]) -> int:
 
 
 def _simulated(joint: Program, divisions: Mapping[str, Division], plan: Plan, costs: Costs) -> float:
-    """Seconds of a step with these divisions."""
+    """Return the simulated seconds of a step with these divisions."""
     trial = joint.snapshot()
     trial.params = divided(joint, divisions)
     divide(DivideOptions(TENSOR_DIM, plan.sequence_parallel))(trial)
@@ -146,7 +152,7 @@ def _simulated(joint: Program, divisions: Mapping[str, Division], plan: Plan, co
 
 # -- by a table -------------------------------------------------------------------------------------------------------
 def _own_table(module: nn.Module) -> dict[str, str]:
-    """The model's own table, for its full module paths."""
+    """Return the model's own table, for its full module paths."""
     own = getattr(module, "_tp_plan", None) or getattr(getattr(module, "config", None), "base_model_tp_plan", None)
     if not own:
         raise PlanError(
@@ -170,13 +176,13 @@ def _by_table(
         style = _OF_TRANSFORMERS.get(given, given) if own else given
         if style not in STYLES:
             if own:
-                continue  # (of activations, or of modules without weights: what follows from the weights here)
+                continue  # (styles of activations, or of modules without weights: here these follow from the weights)
             raise PlanError(
                 f"tensor_parallel has a style {style!r}",
                 where=f"tensor_parallel.{pattern}",
                 hint=did_you_mean(style, STYLES),
             )
-        # (a model's own table has a row for each of the modules that share a weight, for the first of them the one that counts)
+        # (a model's own table has a row for each of the modules that share a weight; the first module's counts)
         names = {n: [n] if own else known.get(n, [n]) for n in joint.params}
         matched = _matched(pattern, modules, names, own)
         role = STYLES[style]
@@ -202,7 +208,7 @@ def _by_table(
 
 
 def unmatched(rows: Collection[str], module: nn.Module) -> Iterator[PlanError]:
-    """Each pattern of a table that names no module with parameters of its own, and no parameter."""
+    """Yield an error for each pattern of a table that names no module with parameters of its own, and no parameter."""
     modules, known = [n for n, _ in module.named_modules(remove_duplicate=False)], parameter_names(module)
     for pattern in rows:
         if _matched(pattern, modules, known, own=False):
@@ -224,8 +230,11 @@ def unmatched(rows: Collection[str], module: nn.Module) -> Iterator[PlanError]:
 
 
 def _matched(pattern: str, modules: Collection[str], names: Mapping[str, Sequence[str]], own: bool) -> set[str]:
-    """The parameters of the modules that a pattern names (as a path, or as the end of one in a model's own table), or that it names
-    themselves. `names` are all that each parameter has: one that is tied belongs to several modules."""
+    """Return the parameters that a pattern names: by their modules' paths, or by their own names.
+
+    In a model's own table a pattern may be the end of a path. `names` has all names of each parameter: a tied one
+    belongs to several modules.
+    """
     patterns = [pattern, f"*.{pattern}"] if own else [pattern]
 
     def hit(path: str) -> bool:
@@ -236,7 +245,8 @@ def _matched(pattern: str, modules: Collection[str], names: Mapping[str, Sequenc
 
 
 def _division(name: str, role: str, found: list[Choice], uses: Mapping[str, Mapping[int, set[str]]]) -> Division | None:
-    """The outermost axis of the dimension of a parameter that has this role."""
+    """Return the division of a parameter's dimension with this role that has the fewest blocks, that is, of the
+    outermost axis."""
     fits = [
         c.divisions[name]
         for c in found

@@ -1,7 +1,9 @@
-"""Inputs whose values are constants of a capture: small tensors of whole numbers that decide in forward (`image_grid_thw`).
+"""Inputs whose values are constants of a capture: small tensors of whole numbers that forward decides by
+(`image_grid_thw`).
 
-What forward computes of them alone is known while it is traced: sizes, branches, loops. Their values are part of a call's signature, so each value
-has a program of its own. They are declared, or found where a capture fails because forward decides by values.
+What forward computes from them alone is known while it is traced: sizes, branches, loops. Their values are part of a
+call's signature, so each value has a program of its own. They are declared, or found where a capture fails because
+forward decides by values.
 """
 
 from __future__ import annotations
@@ -25,19 +27,22 @@ from zgraph.torch_compat.fake_tensors import MOST_KNOWN
 
 logger = logging.getLogger(__name__)
 
-FEW = 64  # elements of an input that is tried without being declared
-TRIES = 3  # inputs that are tried
+FEW = 64  # the most elements of an input that is tried without being declared
+TRIES = 3  # the most inputs that are tried
 
 
 def declared_values(
     dynamic: Mapping[str, Any], forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[torch.Tensor, ...]:
-    """The inputs of a call whose values a plan declares to be constants. Raises `SignatureError` for what is no small tensor of whole numbers."""
+    """Return the inputs of a call whose values a plan declares to be constants.
+
+    Raises `SignatureError` for anything but a small tensor of whole numbers.
+    """
     return _values(values_in(dynamic), forward, args, kwargs)
 
 
 def with_values(sizes: OpenSizes | None, constants: Collection[torch.Tensor]) -> OpenSizes | None:
-    """What a capture has as symbols, with these inputs as constants."""
+    """Return the open sizes of a capture, with these inputs as constants."""
     return replace(sizes or OpenSizes({}, {}), values=frozenset(map(id, constants))) if constants else sizes
 
 
@@ -83,8 +88,10 @@ def _by_path(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 def warn_of_unknown(
     dynamic: Mapping[str, object], forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Warn of what a plan declares of inputs that a call does not have, nor forward by name: of a forward that takes any (`**kwargs`) it may be a
-    slip."""
+    """Warn of inputs that a plan declares and that neither a call nor forward by name has.
+
+    Forward may take any (`**kwargs`), but it may be a slip.
+    """
     named = [p.name for p in signature_of(forward).parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
     known = [*named[1:], *kwargs, *_by_path(forward, args, kwargs)]
     for name in dynamic:
@@ -95,33 +102,35 @@ def warn_of_unknown(
 
 
 def _structure(call: Signature) -> str:
-    """What calls have alike, whichever of their inputs are constants."""
+    """Return the part of a signature that calls have in common whichever of their inputs are constants."""
     return call.form.removeprefix(call.inputs)
 
 
 class ValueInputs:
-    """Those of one compiled module: declared by its plan, or found."""
+    """The inputs of one compiled module whose values are constants: declared by its plan, or found."""
 
     def __init__(self, dynamic: Mapping[str, Any], forward: Callable[..., Any]) -> None:
         self.forward = forward
         self.names: frozenset[str] = values_in(dynamic)
-        self._tries: list[frozenset[str]] | None = None  # what is to be tried next; None: nothing is
-        self._known = self.names  # without what is tried
+        self._tries: list[frozenset[str]] | None = None  # the sets of inputs to try next; None: no try is under way
+        self._known = self.names  # the names without those being tried
         self._in_vain: set[str] = set()  # the families of calls for which no try has helped
 
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
-        """Those among the inputs of a call. Raises as `declared_values` does."""
+        """Return the inputs of a call whose values are constants. Raises as `declared_values` does."""
         return _values(self.names, self.forward, args, kwargs)
 
     def may_help(self, error: Exception, call: Signature) -> bool:
-        """After a capture has failed: may it succeed with one more input as a constant?"""
+        """Return whether a capture that failed may succeed with one more input as a constant."""
         if isinstance(error, SizeError) or not depends_on_values(error):
             return False
         return self._tries is not None or bool(_structure(call) not in self._in_vain and self._candidates(call))
 
     def next_try(self, error: ZgraphError, call: Signature) -> bool:
-        """After the capture for a call has failed: is there something to try, with other `names`? Where nothing has helped it is the names as they
-        were, and the last time."""
+        """Set the `names` to try next after the capture for a call has failed; return whether there is anything to try.
+
+        Where no try has helped, the last one has the names as they were before.
+        """
         if self._tries is None:
             if not self.may_help(error, call):
                 return False
