@@ -1,1 +1,1 @@
-"""What ranks have in common: votes, heartbeats, where each is, random states."""
+"""What ranks have in common: votes, heartbeats, their progress, random states."""

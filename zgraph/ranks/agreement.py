@@ -1,8 +1,9 @@
-"""Ranks that disagree are found, not waited for.
+"""Finds ranks that are about to do different things, before any of them waits for the others forever.
 
 Before each run of a program every rank votes with a hash of what it is about to do: one reduction of a few integers
-(about 0.1 ms over gloo). Where votes differ, ranks exchange what they voted for and all raise the same error, before
-any of them starts a collective that the others will not join. What all ranks foresee needs no vote (`zgraph/ranks/foreseen_actions.py`).
+(about 0.1 ms over gloo). If votes differ, ranks exchange what they voted for and all raise the same error, before any
+of them starts a collective that the others will not join. What all ranks foresee needs no vote
+(`zgraph/ranks/foreseen_actions.py`).
 """
 
 from __future__ import annotations
@@ -28,34 +29,35 @@ T = TypeVar("T")
 S = TypeVar("S")
 
 
-RING = 4  # so many ranks vote at once: gloo reduces in a ring, by 2 (n - 1) messages one after another
-LOOKS = timedelta(seconds=0.5)  # while a vote is waited for, so often it is looked whether another rank has gone by
+RING = 4  # ranks that vote in one reduction: gloo reduces in a ring, by 2 (n - 1) messages one after another
+LOOKS = timedelta(seconds=0.5)  # how often a rank that waits in a vote checks whether another has gone on without it
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of a vote: has any rank raised its `flag`, or made another proposal? The `worst` that any said, and whether all said the same of the
-    update to come."""
+    """The result of a vote."""
 
-    flag: bool
-    worst: int = 0
-    alike: bool = True
+    flag: bool  # whether any rank raised its flag, or proposals differ
+    worst: int = 0  # the largest `worst` of all ranks
+    alike: bool = True  # whether all ranks announced the same coming update
 
 
 @dataclass(frozen=True)
 class _View:
-    """What a rank tells the others where votes differ."""
+    """What a rank tells the others if votes differ."""
 
-    ballot: str
-    explained: Any
-    team: int
-    acts: tuple[Act, ...]  # since the last vote, and the one that it votes about
-    said: Coming | None  # of its last update
+    ballot: str  # what it voted for
+    explained: Any  # the result of its `explain()`
+    team: int  # the team that it votes in
+    acts: tuple[Act, ...]  # those since the last vote, and the one that it votes on
+    said: Coming | None  # what it announced about its last update
 
 
 @contextlib.contextmanager
 def _named(voters: Agreement, collective: str, ballot: str) -> Iterator[None]:
-    """A failure in here is that of this collective: no module runs it, so what was voted for says where."""
+    """Turn a failure inside into one of this collective. No module runs it, so the error says where by what was voted
+    on.
+    """
     if voters.refuse_ended is not None:
         voters.refuse_ended()
     told = progress.enter(collective, voters)
@@ -71,7 +73,7 @@ def _named(voters: Agreement, collective: str, ballot: str) -> Iterator[None]:
 
 @functools.lru_cache(maxsize=256)
 def _number(text: str) -> int:
-    """Equal for equal texts."""
+    """Return a hash of a text, below 2**56."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
 
 
@@ -81,10 +83,10 @@ def _first_difference(
     ranks: Sequence[int],
     compare: Callable[[Sequence[Any]], str | None],
 ) -> tuple[str, str]:
-    """(the subject, in what they differ) of the first act that two ranks have not in common."""
+    """Return (the subject, the difference) of the first act in which two ranks differ."""
     rows = [views[ranks.index(r)].acts for r in pair]
     at = next((i for i, acts in enumerate(zip(*rows, strict=False)) if acts[0] != acts[1]), None)
-    if at is None:  # (what one does as foreseen another votes about)
+    if at is None:  # (one votes on what the other has done as foreseen)
         at = min(map(len, rows)) - 1
         asks = pair[0] if len(rows[0]) == at + 1 else pair[1]
         return rows[0][at].subject, f"rank {asks} has changed weights since they were gathered, others have not"
@@ -96,8 +98,9 @@ def _first_difference(
 
 
 def levels(ranks: Sequence[int], mine: int) -> list[list[int]]:
-    """The ranks that `mine` reduces with, in one level after another, so that after the last one all have met: few at a time, where their number
-    can be divided so."""
+    """Return the ranks that `mine` reduces with, level by level, so that after the last level all ranks have met: few
+    at a time, if their number can be divided so.
+    """
     found: list[list[int]] = []
     at, stride, left = ranks.index(mine), 1, len(ranks)
     while left > 1:
@@ -116,19 +119,19 @@ class Agreement:
         self.group: Any = None
         self.ranks: list[int] = []
         self._levels: list[Any] = []  # the groups that it votes in, one after another
-        self.heart: object | None = (
-            None  # a `zgraph.ranks.heartbeat.Heart` (while this lives, its ranks watch each other)
-        )
-        self.course: Course | None = None  # where acts that are foreseen need no vote
-        self.refuse_ended: Callable[[], None] | None = None  # (raises why they vote no more, once they don't)
-        self._limited: dict[Any, tuple[timedelta, timedelta]] = {}  # the plan's timeout of a group, and the one it had
+        self.heart: object | None = None  # a `zgraph.ranks.heartbeat.Heart`; while it lives, its ranks watch each other
+        self.course: Course | None = None  # the acts that need no vote if they are foreseen; None: all are voted on
+        self.refuse_ended: Callable[[], None] | None = None  # (raises the reason once the ranks vote no more)
+        # by group: the plan's timeout, and the one it had before
+        self._limited: dict[Any, tuple[timedelta, timedelta]] = {}
         self._relaxed = False
         if mesh is None or mesh.size() == 1:
             return
         self.ranks = [int(r) for r in mesh.mesh.flatten().tolist()]
-        # A group of their own: votes are read on the host. Over NCCL each would stop the GPU, and in a group that
-        # programs use they would wait behind the transfers in flight. (Only its own ranks make that of a mesh over part of the world:
-        # other meshes have others. torch then names it by the number of groups that a rank knows, which must be equal on all.)
+        # A group of its own: votes are read on the host. Over NCCL each would stop the GPU, and in a group that
+        # programs use they would wait behind the transfers in flight. (For a mesh over part of the world, only its own
+        # ranks make the group: other meshes make others. torch then names it by the number of groups that a rank knows,
+        # which must be equal on all.)
         backend = "fake" if dist.get_backend() == "fake" else "gloo"
         timeout = process_groups.world_timeout()
         alone = len(self.ranks) < dist.get_world_size()
@@ -141,11 +144,11 @@ class Agreement:
             ]
 
     def groups(self) -> list[Any]:
-        """The process groups that it votes in, and exchanges more by; none where a rank is alone."""
+        """Return the process groups for votes and for the exchanges after them; [] if this rank is alone."""
         return list(dict.fromkeys((self.group, *self._levels))) if self.group is not None else []
 
     def set_timeout(self, seconds: float | None, groups: Sequence[Any]) -> None:
-        """Let votes, and these process groups, wait so long for all ranks; None: as long as they did before."""
+        """Limit how long votes, and these process groups, wait for all ranks; None restores the limits from before."""
         self.relax()
         known, self._limited, self._relaxed = self._limited, {}, False
         if seconds is None:
@@ -157,8 +160,9 @@ class Agreement:
         self._tighten()
 
     def relax(self) -> None:
-        """Until the next vote, ranks wait as long as they would without the plan's timeout: they compile, or write files, and one may take
-        longer than another."""
+        """Lift the plan's timeout until the next vote: ranks compile, or write files, and one may take longer than
+        another.
+        """
         for group, (_, usual) in self._limited.items():
             process_groups.set_timeout(group, usual)
         self._relaxed = bool(self._limited)
@@ -169,16 +173,17 @@ class Agreement:
         self._relaxed = False
 
     def rank(self) -> int:
-        """This rank's number among those that vote."""
+        """Return this rank's number among those that vote."""
         return self.ranks.index(dist.get_rank()) if self.ranks else 0
 
     def first(self) -> bool:
-        """Whether this is the rank that does what only one does."""
+        """Return whether this is the rank that does what only one rank does."""
         return self.rank() == 0
 
     def foresee(self, groups: Sequence[Any], *, on: bool) -> None:
-        """Let acts that all ranks foresee go on without a vote, or (`on` is False) vote on each; `groups` are the process groups of the mesh.
-        All ranks must call it. Whatever was foreseen is forgotten."""
+        """Turn on, or off (`on` is False), that foreseen acts need no vote; `groups` are the process groups of the
+        mesh. Forgets what was foreseen. All ranks must call it.
+        """
         if self.course is None and on and self.heart is not None:
             shared = dict.fromkeys((*groups, *self.groups()))
             self.course = Course(str(self.group.group_name), self.ranks, list(shared))
@@ -187,11 +192,11 @@ class Agreement:
             self.course.active = on
 
     def passes(self, subject: str, text: str) -> bool:
-        """Whether all ranks foresee that this is what they do now: then no vote is needed."""
+        """Return whether all ranks foresee this act, so that it needs no vote."""
         return self.course is not None and self.course.passes(Act(subject, text))
 
     def did(self, subject: str, text: str, *, ends: bool = False) -> None:
-        """Note what all ranks have voted on or foreseen, to foresee it when it comes again. Does it end a step?"""
+        """Note an act that all ranks have voted on or foreseen, to foresee it the next time. `ends`: it ends a step."""
         if self.course is not None:
             self.course.did(Act(subject, text), ends=ends)
 
@@ -210,8 +215,11 @@ class Agreement:
         tighten: bool = True,
         hint: str = "give every rank the same plan, model and shapes of inputs (drop or pad an uneven last batch)",
     ) -> Verdict:
-        """Raise `RankMismatchError` on every rank unless all give the same `ballot`; of several `teams`, all of each: and unless all have done
-        the same since the last vote. What is not compared is in the verdict. With `tighten`, the plan's timeout applies again.
+        """Vote: raise `RankMismatchError` on every rank unless all ranks (with several `teams`, all of each team) give
+        the same `ballot`, and have done the same since the last vote. The verdict has what is not compared. With
+        `tighten`, the plan's timeout applies again.
+
+        If ballots differ, ranks exchange what `explain()` returns, and `compare` describes the difference.
 
         On a difference, what `explain()` returns is exchanged, and `compare` says in words how they differ.
         """
@@ -220,7 +228,7 @@ class Agreement:
         course = self.course
         past, coming = course.before_vote() if course is not None else ((), None)
         columns = torch.full((10, teams), torch.iinfo(torch.int64).min)
-        # (Of one size whatever the vote is about: ranks that vote about different things must find out.)
+        # (The size is the same whatever the vote is about: ranks that vote on different things must find out.)
         columns[0, team] = number = _number(ballot)
         columns[1, team] = -number
         done = _number(" ".join(str(_number(f"{act.subject}: {act.text}")) for act in past))
@@ -247,7 +255,7 @@ class Agreement:
         raise self._difference(subject, views, compare, hint)
 
     def _greatest(self, columns: torch.Tensor, subject: str, ballot: str) -> None:
-        """Let each element be the greatest that a rank has there."""
+        """Set each element to its maximum over all ranks."""
         if self.course is not None:
             self.course.enter_vote()
         for group in self._levels:
@@ -255,14 +263,16 @@ class Agreement:
             self._wait(work, subject, ballot)
 
     def _wait(self, work: Any, subject: str, ballot: str) -> None:
-        """Until all ranks of a level have voted. Raises `RankMismatchError` if some have gone by here without a vote."""
+        """Wait until all ranks of a level have voted. Raises `RankMismatchError` if some have gone on without this
+        vote.
+        """
         course = self.course
         while course is not None:
             try:
                 work.wait(LOOKS)
                 return
             except RuntimeError:
-                if work.is_completed():  # (it came just now, or has failed)
+                if work.is_completed():  # (it has just completed, or has failed)
                     course.raise_difference()
                     break
                 course.look(subject, ballot)
@@ -275,7 +285,7 @@ class Agreement:
         compare: Callable[[Sequence[Any]], str | None] | None,
         hint: str,
     ) -> RankMismatchError:
-        """In what these ranks differ, which have voted otherwise or done something else before."""
+        """Return the error for ranks that voted differently, or did different things before."""
         leads: dict[int, int] = {}  # the first rank of each team
         voted = dict(zip(self.ranks, views, strict=True))
         first = self.ranks[0]
@@ -298,36 +308,41 @@ class Agreement:
         )
 
     def disagreement(self) -> RankMismatchError | None:
-        """After a collective has failed: what ranks disagree about, if one of them has shut it for that."""
+        """Return, after a collective has failed, what ranks disagree about, if one of them shut its groups for that
+        reason.
+        """
         return self.course.difference() if self.course is not None else None
 
     def most(self, subject: str, mine: int) -> int:
-        """The largest of what the ranks give."""
+        """Return the largest value that a rank gives."""
         return self.vote(subject, "", worst=mine, tighten=False).worst
 
     def any(self, subject: str, mine: bool) -> bool:
-        """Whether it is true on at least one rank."""
+        """Return whether `mine` is true on at least one rank."""
         return bool(self.most(subject, int(mine)))
 
     def gather(self, subject: str, mine: Any) -> list[Any]:
-        """What each rank gives (any picklable object), in order."""
+        """Return what each rank gives (any picklable object), in the order of ranks."""
         if self.group is None:
             return [mine]
-        self.vote(subject, "", tighten=False)  # (whoever does something else meets no exchange, but a vote)
+        self.vote(subject, "", tighten=False)  # (a rank that does something else meets a vote here, not the exchange)
         views: list[Any] = [None] * len(self.ranks)
         with _named(self, f"the exchange of {subject} (all_gather_object)", ""):
             dist.all_gather_object(views, mine, group=self.group)
         return views
 
     def together(self, subject: str, attempt: Callable[[], T], refused: Callable[[int, str], ZgraphError]) -> T:
-        """What `attempt` gives on this rank, if it raises nothing on any; else each rank raises its own, or `refused(rank, what that rank
-        was told)`."""
+        """Return what `attempt` returns, if it raises on no rank; else each rank raises its own error, or
+        `refused(rank, error text of that rank)`.
+        """
         return self.exchange(subject, attempt, lambda found: None, refused)[0]
 
     def exchange(
         self, subject: str, attempt: Callable[[], T], told: Callable[[T], S], refused: Callable[[int, str], ZgraphError]
     ) -> tuple[T, list[S]]:
-        """As `together`; and what every rank tells of what it found (any picklable object), in their order."""
+        """Return, as `together` does, what `attempt` returns, and `told` of every rank's result (any picklable object),
+        in the order of ranks.
+        """
         problem: Exception | None = None
         mine: tuple[str | None, S | None]
         try:
@@ -345,6 +360,6 @@ class Agreement:
         return found, [view for _, view in views]
 
     def broadcast(self, value: int) -> int:
-        """Rank 0's value (63 bits of it), on every rank."""
+        """Return rank 0's value (its lowest 63 bits) on every rank."""
         value &= 2**63 - 1
         return self.most("the broadcast of rank 0's seed", value if self.first() else -1)

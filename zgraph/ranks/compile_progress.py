@@ -1,7 +1,8 @@
-"""What a user sees while a program is compiled: on a terminal a bar, elsewhere a line every ten seconds; both on stderr, by rank 0 alone.
+"""Shows the progress of compiling a program: a bar on a terminal, elsewhere a line every ten seconds; both on stderr,
+by rank 0 alone.
 
-How much time is left is estimated: stages have shares, those that a Llama's have, and what this program has taken for its first ones says how
-long a share takes. Whoever compiles says where it is (`at`); a thread of its own writes.
+The remaining time is estimated: each stage has a share of the total (measured for a Llama), and the time of this
+program's first stages tells how long a share takes. The compiling code reports where it is (`at`); a thread writes.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ VARIABLE = "ZGRAPH_PROGRESS"  # "0": nothing is shown
 
 CAPTURE, JOINT, PASSES, FORWARD, BACKWARD = "the model is captured", "the joint graph", "passes", "forward", "backward"
 SHARES = {CAPTURE: 2.0, JOINT: 3.0, PASSES: 3.0, FORWARD: 0.2, BACKWARD: 0.4}
-CODE_SHARES = {FORWARD: 8.0, BACKWARD: 16.0}  # where Inductor makes it
-SEARCHED = 20.0  # times the passes, where a memory budget's search runs them
+CODE_SHARES = {FORWARD: 8.0, BACKWARD: 16.0}  # if Inductor generates the code
+SEARCHED = 20.0  # the passes take so many times longer if a memory budget's search runs them
 
 EVERY = 10.0  # seconds between lines
-BRIEF = 2.0  # seconds without a bar
-REFRESH = 0.2  # seconds
+BRIEF = 2.0  # seconds before the bar appears
+REFRESH = 0.2  # seconds between updates of the bar
 
 
 class Compiling:
-    """How far the compiling of one program is."""
+    """The progress of compiling one program."""
 
     def __init__(self, name: str, shares: dict[str, float], clock: Callable[[], float] = time.monotonic) -> None:
         self.name = name
@@ -39,18 +40,18 @@ class Compiling:
         self._begin = self._entered = clock()
 
     def enter(self, stage: str) -> None:
-        """Say that a stage begins; one that is over, or is under way, may begin again."""
+        """Enter a stage; a stage that has begun already may be entered again, without effect."""
         at = self._stages.index(stage)
         if at > self._at:
             self._at, self._entered = at, self._clock()
 
     @property
     def taken(self) -> float:
-        """Seconds so far."""
+        """Seconds since compiling began."""
         return self._clock() - self._begin
 
     def left(self) -> float | None:
-        """The seconds that are left, by estimate; None in the first stage."""
+        """Return the estimated seconds left; None in the first stage."""
         before = sum(self._shares[s] for s in self._stages[: self._at])
         if not before:
             return None
@@ -59,16 +60,16 @@ class Compiling:
         return max(here, 0.0) + each * sum(self._shares[s] for s in self._stages[self._at + 1 :])
 
     def share(self) -> float:
-        """How much of it is done, from 0 to 1."""
+        """Return the share that is done, from 0 to 1."""
         left = self.left()
         return self.taken / (self.taken + left) if left is not None and self.taken else 0.0
 
     def line(self) -> str:
-        """Where it is, for a user to read."""
+        """Return a line that names the current stage."""
         return f"compiling {self.name}: {self._stages[self._at]} ({self._at + 1} of {len(self._stages)})"
 
     def times(self) -> str:
-        """How long it has taken, and will take."""
+        """Return the time taken, and the estimated time left, in words."""
         left = self.left()
         ahead = f", about {_rounded(left)} left" if left is not None else ""
         return f"{_rounded(self.taken)}{ahead}"
@@ -79,11 +80,11 @@ def _rounded(seconds: float) -> str:
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
-_now: list[Compiling] = []  # what is shown, if anything is
+_now: list[Compiling] = []  # the program whose progress is shown, if any
 
 
 def at(stage: str) -> None:
-    """Say that a stage of what this thread compiles begins."""
+    """Enter a stage of the program that this thread compiles."""
     for compiling in _now:
         if compiling.thread == threading.get_ident():
             compiling.enter(stage)
@@ -91,7 +92,9 @@ def at(stage: str) -> None:
 
 @contextlib.contextmanager
 def shown(name: str, *, here: bool, inductor: bool, searched: bool) -> Iterator[None]:
-    """Show how far the compiling of a program is, if it is to be seen `here`, while the block runs. `searched`: under a memory budget."""
+    """Show the progress of compiling a program while the block runs, on the rank that shows it (`here`). `searched`:
+    under a memory budget.
+    """
     stream = sys.stderr
     if not here or _now or stream is None or os.environ.get(VARIABLE) == "0":
         yield
@@ -111,7 +114,7 @@ def shown(name: str, *, here: bool, inductor: bool, searched: bool) -> Iterator[
 
 
 def _write(compiling: Compiling, ended: threading.Event, stream: TextIO) -> None:
-    with contextlib.suppress(OSError, ValueError):  # (a stream that was closed meanwhile)
+    with contextlib.suppress(OSError, ValueError):  # (the stream may have been closed meanwhile)
         if getattr(stream, "isatty", bool)():  # (not every object in the place of stderr has it)
             if not ended.wait(BRIEF):
                 _bar(compiling, ended, stream)
@@ -125,7 +128,7 @@ def _bar(compiling: Compiling, ended: threading.Event, stream: TextIO) -> None:
     from rich.progress import BarColumn, Progress, TextColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[times]}"))
-    # (What the user's process prints is its own affair: no stream is redirected.)
+    # (The user's process prints as it likes: no stream is redirected.)
     kept = {"redirect_stdout": False, "redirect_stderr": False}
     with Progress(*columns, console=Console(file=stream), transient=True, auto_refresh=False, **kept) as bar:  # type: ignore[arg-type]
         task = bar.add_task("", total=1.0, times="")

@@ -1,11 +1,13 @@
-"""What the ranks of a group do together, act by act, and what they are foreseen to do next: an act that all foresee needs no vote.
+"""Foresees what the ranks of a group do next, act by act: an act that all ranks foresee needs no vote.
 
-An act is a forward, a backward, an update, or a vote about anything else. After a vote all ranks know that they have done the same so far, and
-foresee the same: what followed the last time that a step and the one before it went so. Who then does what is foreseen goes on at once.
-Who does anything else votes, and waits there for the others. If these went on as foreseen they are in a program that waits for this rank: so
-no two programs meet that differ, and everybody waits. That is found by the numbers of acts. Who waits in a vote writes its number into the
-process group's store; the heartbeats' thread of a rank that has gone by there without a vote answers. Then it is certain that they differ, and
-how. The one that has found it says so in the store and shuts its process groups, so that nobody waits there: all raise the same error.
+An act is a forward, a backward, an update, or a vote about anything else. After a vote all ranks know that they have
+done the same so far, and foresee the same: the act that followed when this step and the one before last went this way.
+A rank that does what is foreseen goes on at once. A rank that does anything else votes, and waits there for the others.
+If the others went on as foreseen, they are in a program that waits for this rank: so no two different programs ever
+meet, but all ranks wait. Counting acts reveals this. A rank that waits in a vote writes its number of acts into the
+process group's store; on a rank that has gone past that number without a vote, the heartbeat's thread answers. That
+proves that they differ, and tells how. The rank that found it writes it to the store and shuts its process groups, so
+that nobody waits there: all raise the same error.
 """
 
 from __future__ import annotations
@@ -21,61 +23,65 @@ from zgraph.errors import RankMismatchError
 from zgraph.torch_compat import process_groups
 
 Coming = tuple[str, Any]
-"""What a rank says of the update to come: in words that are equal on ranks that agree, and whatever tells how others differ."""
+"""What a rank announces about the coming update: a text that is equal on ranks that agree, and data that shows how they differ."""
 
 UPDATE = "an update"
-LONGEST = 256  # acts without a vote
-KNOWN = 20_000  # places in steps from which it is known how they went on
+LONGEST = 256  # most acts in a row without a vote
+KNOWN = 20_000  # most remembered positions in steps; more are forgotten
 _WAITS, _PASSED, _DIFFERENCE = "waits", "passed", "difference"
 
 
 @dataclass(frozen=True)
 class Act:
-    """What a rank does: what that is about, and what all ranks must have alike."""
+    """What a rank does in a step."""
 
-    subject: str
-    text: str
+    subject: str  # what the act is about
+    text: str  # what all ranks must have in common
 
 
 class Course:
-    """The acts of this rank with a group of ranks. `name` is the group's, alike on all of them and of no other; `groups` are the process groups
-    that they wait for each other in."""
+    """The acts of this rank with a group of ranks. `name` identifies the group, on all of its ranks alike; `groups` are
+    the process groups in which they wait for each other.
+    """
 
     of_all: ClassVar[weakref.WeakSet[Course]] = weakref.WeakSet()
     last: ClassVar[weakref.WeakValueDictionary[tuple[int, ...], Course]] = (
         weakref.WeakValueDictionary()
-    )  # of those of the same ranks the one that was last in an act
+    )  # by ranks: the course that was last in an act
 
     def __init__(self, name: str, ranks: Sequence[int], groups: Sequence[Any]) -> None:
         self.ranks = tuple(ranks)
         self.groups = groups
         self.position = 0  # acts so far
         self.voted = 0  # the position of the last vote
-        self._voted_before = 0  # that of the one before
-        self.past: list[Act] = []  # acts since then
+        self._voted_before = 0  # the position of the vote before it
+        self.past: list[Act] = []  # acts since the last vote
         self.coming: Callable[[], Coming] | None = None
         self.compare: Callable[[Sequence[Any]], str | None] = lambda said: (
             None
-        )  # in what ranks differ that said this of an update
-        self.said: Coming | None = None  # what this rank says of the update that it is about to run
-        self.agreed: Coming | None = None  # what ranks said alike, when they last voted, of the update to come
+        )  # says how ranks differ that announced this about an update
+        self.said: Coming | None = None  # what this rank has announced about the update that it is about to run
+        self.agreed: Coming | None = None  # what all ranks announced alike about the coming update, in the last vote
         self.active = True
-        self.found: RankMismatchError | None = None  # what ranks disagreed about: then their process groups are shut
-        self.promised: list[Act] = []  # acts that ranks have voted on before they come, the next one last
+        # what ranks disagreed about, after which their process groups are shut
+        self.found: RankMismatchError | None = None
+        self.promised: list[Act] = []  # acts that ranks have voted on in advance, the next one last
         self._following: dict[tuple[int, int], Act] = {}
-        self._before = self._step = 0  # marks of the step before, and of this one so far
+        self._before = self._step = 0  # hashes of the step before, and of this step so far
         self._store = process_groups.own_store(process_groups.default_store(), f"zgraph/course/{name}")
         self._lock = threading.Lock()
         Course.of_all.add(self)
 
     # -- what is foreseen ---------------------------------------------------------------------------------------------
     def foreseen(self) -> Act | None:
-        """The act that all ranks foresee; None where they foresee none."""
+        """Return the act that all ranks foresee; None if they foresee none."""
         found = self._following.get((self._before, self._step))
         return self.promised[-1] if found is None and self.promised else found
 
     def passes(self, act: Act) -> bool:
-        """Go on without a vote, if this act is foreseen. Another model of the same ranks may have been in an act since: then it is not."""
+        """Go on without a vote and return True if this act is foreseen. It is not if another model of the same ranks
+        has been in an act since.
+        """
         others = Course.last.get(self.ranks) is not self
         if not self.active or others or len(self.past) >= LONGEST or self.foreseen() != act:
             return False
@@ -86,7 +92,7 @@ class Course:
         return True
 
     def did(self, act: Act, *, ends: bool = False) -> None:
-        """Learn from an act, which all ranks have voted on or foreseen. Does it end the step?"""
+        """Learn from an act that all ranks have voted on or foreseen. `ends`: it ends the step."""
         Course.last[self.ranks] = self
         if len(self._following) >= KNOWN:
             self._following.clear()
@@ -101,7 +107,7 @@ class Course:
         return self._step == 0
 
     def begin_anew(self) -> None:
-        """Foresee nothing: what comes is of another plan."""
+        """Forget what was foreseen: the plan has changed."""
         self._following.clear()
         self.promised.clear()
         self._before = self._step = 0
@@ -109,30 +115,32 @@ class Course:
 
     # -- votes --------------------------------------------------------------------------------------------------------
     def enter_vote(self) -> None:
-        """This rank votes now."""
+        """Enter a vote."""
         self._voted_before = self.voted
-        self.voted = self.position + 1  # (first: a thread that looks in between finds nothing that went by)
+        self.voted = self.position + 1  # (`voted` first: a thread that reads in between finds no act past a vote)
         self.position = self.voted
 
     def leave_vote(self, agreed: Coming | None) -> None:
-        """All ranks have voted alike."""
+        """Leave a vote in which all ranks agreed."""
         self.past.clear()
         self.agreed = agreed
 
     def before_vote(self) -> tuple[tuple[Act, ...], Coming | None]:
-        """What this rank has done since the last vote, and what it says of the update to come. Raises what ranks disagreed about before."""
+        """Return the acts since the last vote, and what this rank announces about the coming update. Raises what ranks
+        disagreed about before.
+        """
         if self.found is not None:
             raise self.found
         return tuple(self.past), self.coming() if self.coming is not None and self.active else None
 
     def look(self, subject: str, ballot: str) -> None:
-        """While this rank waits in a vote: raise `RankMismatchError` if another has gone by here."""
+        """Raise `RankMismatchError`, while this rank waits in a vote, if another rank has gone past it."""
         self.raise_difference()
         with self._lock:
             waits = self._waits()
             if (
                 self._voted_before < waits < self.position
-            ):  # (another waits where this rank went by: it is the first that is astray)
+            ):  # (another rank waits where this rank went past: that one differed first)
                 self._store.set(_PASSED, json.dumps([waits, process_groups.my_rank()]))
             elif waits != self.position:
                 self._store.set(_WAITS, str(self.position))
@@ -147,7 +155,9 @@ class Course:
         self._tell({"subject": foreseen.subject, "where": f"rank(s) [{here}] differ from rank {said[1]}", "why": why})
 
     def answer(self) -> None:
-        """For the thread of heartbeats: tell who waits in a vote that this rank has gone by there without one."""
+        """Tell a rank that waits in a vote that this rank has gone past it without one. Called by the heartbeat's
+        thread.
+        """
         voted, position = self.voted, self.position
         if voted == position or not self.active or not self._lock.acquire(blocking=False):
             return
@@ -155,17 +165,21 @@ class Course:
             waits = self._waits()
             if voted < waits <= position:
                 self._store.set(_PASSED, json.dumps([waits, process_groups.my_rank()]))
-        except RuntimeError:  # (the store has ended, with its process group: nobody asks there any more)
+        except RuntimeError:  # (the store has ended with its process group: nobody asks there any more)
             self.active = False
         finally:
             self._lock.release()
 
     def _waits(self) -> int:
-        """The position of the vote in which a rank waits, of several the first; or in which one did."""
+        """Return the position of the vote in which a rank waits, or last waited; 0 if none ever did. Of several ranks,
+        the first position counts.
+        """
         return int(self._store.get(_WAITS)) if self._store.check([_WAITS]) else 0
 
     def difference(self) -> RankMismatchError | None:
-        """The error that a rank has found, if any did, after which this rank's groups are shut too. None as well where the store is gone."""
+        """Return the error that any rank has found, after shutting this rank's groups too; None if there is none, or
+        the store is gone.
+        """
         if self.found is not None:
             return self.found
         try:
@@ -179,8 +193,9 @@ class Course:
         return self.end(f"ranks disagree about {said['subject']}", said["where"], said["why"])
 
     def end(self, what: str, where: str, why: str) -> RankMismatchError:
-        """The error to raise where ranks have done different things. Transfers that some have begun wait for the others: so no rank uses these
-        process groups any more."""
+        """Return the error to raise if ranks have done different things, and shut the process groups: transfers that
+        some ranks have begun wait for the others, so no rank uses these groups any more.
+        """
         self.active = False
         for group in self.groups:
             process_groups.shut(group)
@@ -194,7 +209,7 @@ class Course:
         return self.found
 
     def raise_difference(self) -> None:
-        """Raise what a rank has found, if any did."""
+        """Raise the error that any rank has found."""
         found = self.difference()
         if found is not None:
             raise found
@@ -206,17 +221,19 @@ class Course:
 
 
 def answer_all() -> None:
-    """For the thread of heartbeats, which keeps no course between two beats (a course has its model): let each of this process answer."""
+    """Let each course of this process answer. Called by the heartbeat's thread, which holds no course between two beats
+    (a course refers to its model).
+    """
     try:
         living = list(Course.of_all)
-    except RuntimeError:  # (one is made just now, by another thread)
+    except RuntimeError:  # (another thread has just made one)
         return
     for course in living:
         course.answer()
 
 
 def shown_difference(acts: Sequence[tuple[int, Act]]) -> str:
-    """In what acts of several ranks differ: a line for each."""
+    """Return how the acts of several ranks differ: a line for each rank."""
     texts = [f"{act.subject}: {act.text}" if len({a.subject for _, a in acts}) > 1 else act.text for _, act in acts]
     common = next(
         (i for i, column in enumerate(zip(*texts, strict=False)) if len(set(column)) > 1), min(map(len, texts))
@@ -225,6 +242,6 @@ def shown_difference(acts: Sequence[tuple[int, Act]]) -> str:
 
 
 def around(text: str, at: int) -> str:
-    """At most some 400 characters of `text`, with what is at position `at`."""
+    """Return about 400 characters of `text`, around position `at`."""
     first = max(0, at - 150) if len(text) > 400 else 0
     return ("… " if first else "") + text[first : first + 400] + (" …" if len(text) > first + 400 else "")

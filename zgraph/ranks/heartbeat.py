@@ -1,10 +1,10 @@
-"""Ranks that tell where they are, so that one that is stuck or gone is named by those that wait for it.
+"""Lets ranks publish where they are, so that a rank that is stuck or gone is named by those that wait for it.
 
-Each rank's thread writes its place (`zgraph/ranks/progress.py`; the node and the user's line are read off the stack of the thread that
-runs) into the default process group's store, every `interval` seconds. Nobody reads until a collective has failed, or one has lasted for
-half of its time: then a rank whose heartbeat goes on is alive, and behind or not by its count of programs; one whose heartbeat does not
-is stopped or dead. Only the ranks of the group that is waited in are judged, by what they did in it: what they do elsewhere is their own
-business. Clocks of other machines are never compared.
+A thread of each rank writes its progress (`zgraph/ranks/progress.py`; the node and the user's line are read off the
+stack of the running thread) into the default process group's store, every `interval` seconds. Nobody reads it until a
+collective has failed, or has lasted for half of its timeout: then a rank whose heartbeat goes on is alive, and its
+count of programs tells whether it is behind; a rank whose heartbeat does not go on is stopped or dead. Only the ranks
+of the waiting group are judged, by what they did in that group. Clocks of different machines are never compared.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def _folders(package: str) -> list[str]:
     return list(spec.submodule_search_locations or ()) if spec is not None else []
 
 
-PATIENCE = 2.5  # intervals without a heartbeat, after which there is none
-BETWEEN = 10**9  # the place of who has left its program, or vote, and is in none
-SHOWN = 8  # ranks
+PATIENCE = 2.5  # intervals without a heartbeat after which a rank counts as gone
+BETWEEN = 10**9  # the order of a rank that has left its program or vote
+SHOWN = 8  # ranks that are listed
 _NOT_THE_USERS = (
     sysconfig.get_path("stdlib"),
     *(folder for name in ("torch", "zgraph", "zgraph.passes", "zgraph.codegen") for folder in _folders(name)),
@@ -59,27 +59,23 @@ _NOT_THE_USERS = (
 
 @dataclass(frozen=True)
 class Beat:
-    """Where a rank is: the `group` that it runs a program or votes with ("": none), its `counts` by group, and the `order` of the node in the
-    program; `still` seconds since that changed.
+    """A heartbeat: where a rank is."""
 
-    `state`: "alive", "failed" (it has told so by a CollectiveError, which named the ranks `absent`) or "left" (it watches no more).
-    """
-
-    number: int
-    state: str
-    step: int
-    micro_batch: int
-    group: str
-    counts: dict[str, int]
-    order: int
-    where: str
-    still: float
-    pid: int
-    host: str
-    absent: tuple[int, ...] = ()
+    number: int  # counts this rank's heartbeats
+    state: str  # "alive", "failed" (it has raised a CollectiveError) or "left" (it watches no more)
+    step: int  # the optimizer step, from 1
+    micro_batch: int  # the micro-batch, from 0
+    group: str  # the group that it runs a program or votes with; "" if none
+    counts: dict[str, int]  # programs and votes entered so far, by group
+    order: int  # position of the node in its program; `BETWEEN` outside of programs
+    where: str  # the program, node and line, in words
+    still: float  # seconds since group, counts and order last changed
+    pid: int  # its process
+    host: str  # its machine
+    absent: tuple[int, ...] = ()  # ranks that its CollectiveError named
 
     def at(self, group: str) -> tuple[int, int]:
-        """How far it is in what this group does."""
+        """Return how far the rank is in what this group does, as (count, order)."""
         return self.counts.get(group, 0), self.order if self.group == group else BETWEEN
 
     def shown(self) -> str:
@@ -87,7 +83,7 @@ class Beat:
 
 
 class Pulse:
-    """One rank's heartbeat, and its look at the others'. Its thread holds this and no more."""
+    """One rank's heartbeat, and its reading of the others'. Its thread refers to this object only."""
 
     def __init__(self, store: Any, rank: int, interval: float) -> None:
         self.store = store
@@ -100,12 +96,12 @@ class Pulse:
         self._number = 0
         self._at: tuple[str, dict[str, int], int] | None = None
         self._since = time.monotonic()
-        self._told: tuple[str, dict[str, int]] | None = None  # where it was when others were last looked for
+        self._told: tuple[str, dict[str, int]] | None = None  # where this rank was at its last warning
         self._first: tuple[float, dict[int, Beat]] | None = None
 
     # -- this rank ----------------------------------------------------------------------------------------------------
     def run(self) -> None:
-        """The thread: until it is told to stop, or the store is gone."""
+        """Publish heartbeats until told to stop, or until the store is gone: the body of the thread."""
         while not self.stop.wait(self.interval):
             try:
                 beat = self.publish("alive")
@@ -116,7 +112,7 @@ class Pulse:
                 return
 
     def publish(self, state: str, node: fx.Node | None = None, absent: Sequence[int] = ()) -> Beat:
-        """Tell the others where this rank is, or was: at this node. Raises what the store raises."""
+        """Publish where this rank is, or at which node it failed. Raises what the store raises."""
         with self._lock:
             here = progress.HERE
             group, order, where = _place(node)
@@ -143,7 +139,7 @@ class Pulse:
             return beat
 
     def _warn(self, mine: Beat) -> None:
-        """Say once for whom this rank waits, when it has not moved for half of the time that a collective may take."""
+        """Warn once which ranks this rank waits for, when it has not moved for half of a collective's timeout."""
         group = _watched(progress.HERE.others)
         usual = process_groups.timeout_of(group.group) if group is not None else None
         if group is None or usual is None or mine.group != _name(tuple(group.ranks)):
@@ -163,7 +159,7 @@ class Pulse:
 
     # -- the others ---------------------------------------------------------------------------------------------------
     def read(self, ranks: Sequence[int]) -> dict[int, Beat]:
-        """The last heartbeat of each other of these ranks that had one."""
+        """Return the last heartbeat of each of these ranks that has one, except this rank."""
         with self._lock:
             known = [r for r in self._but_me(ranks) if self.store.check([str(r)])]
             texts = [self.store.get(str(r)) for r in known]
@@ -173,8 +169,9 @@ class Pulse:
         return [r for r in sorted(ranks) if r != self.rank]
 
     def report(self, node: fx.Node | None, ranks: Sequence[int]) -> tuple[str, tuple[int, ...]]:
-        """A collective of this rank has failed (None: a vote): what is known of the others of these ranks, and which of them had not
-        arrived."""
+        """Return what is known of the other ranks, and which of them had not arrived, after a collective of this rank
+        has failed at `node` (None: a vote).
+        """
         try:
             mine = self.publish("failed", node)
             first = now = self.read(ranks)
@@ -194,7 +191,7 @@ class Pulse:
             ), ()
 
     def end(self) -> None:
-        """This rank watches no more."""
+        """Stop, and publish that this rank watches no more."""
         if os.getpid() != self.pid:
             return
         self.stop.set()
@@ -203,11 +200,13 @@ class Pulse:
 
 
 class Heart:
-    """What keeps a pulse going: while it lives, there is a thread. `store` is the process group's. Raises what that raises."""
+    """Keeps a pulse and its thread going for as long as it lives. `store` is the process group's; raises what the store
+    raises.
+    """
 
     def __init__(self, store: Any, rank: int, interval: float) -> None:
         self.store = store
-        # (of its own: who waits in the other one does not hold this one up)
+        # (its own connection: a wait in the other one does not hold this one up)
         self.pulse = pulse = Pulse(process_groups.own_store(store, "zgraph/heartbeat"), rank, interval)
         thread = threading.Thread(target=pulse.run, name="zgraph-heartbeat", daemon=True)
         weakref.finalize(self, _end, pulse, thread)
@@ -218,14 +217,16 @@ class Heart:
 def _end(pulse: Pulse, thread: threading.Thread) -> None:
     pulse.end()
     if os.getpid() == pulse.pid and thread is not threading.current_thread():
-        thread.join(timeout=5.0)  # (a thread that is in C++ when the interpreter goes ends the process in an ugly way)
+        thread.join(timeout=5.0)  # (a thread that is in C++ when the interpreter exits ends the process in an ugly way)
 
 
 _heart: weakref.ref[Heart] | None = None
 
 
 def watch(plan: Watch, agreement: Agreement, groups: Sequence[Any]) -> None:
-    """Let the ranks of `agreement` watch each other as the plan says, while it lives; `groups` are the process groups of its mesh."""
+    """Let the ranks of `agreement` watch each other as the plan says, while it lives; `groups` are the process groups
+    of its mesh.
+    """
     if agreement.group is None or process_groups.is_fake(agreement.group):
         return
     agreement.set_timeout(plan.timeout, groups)
@@ -233,7 +234,9 @@ def watch(plan: Watch, agreement: Agreement, groups: Sequence[Any]) -> None:
 
 
 def _shared(interval: float) -> Heart | None:
-    """The heart of this process: one for the models of a process group. None where its store takes nothing."""
+    """Return the heart of this process, shared by all models of a process group. None, with a warning, if its store
+    does not work.
+    """
     global _heart
     store = process_groups.default_store()
     found = _heart() if _heart is not None else None
@@ -255,12 +258,14 @@ def _report(node: Any) -> tuple[str, tuple[int, ...]] | None:
 
 
 def _watched(group: progress.Together | None) -> progress.Together | None:
-    """This group, if its ranks watch each other, and this process is one of them (and none that was forked off)."""
+    """Return this group if its ranks watch each other and this process made the heart (it was not forked since); else
+    None.
+    """
     return group if group is not None and group.heart is not None and group.heart.pulse.pid == os.getpid() else None
 
 
 def _forget() -> None:
-    """A forked process has no such thread."""
+    """Forget the heart in a forked process, which does not have its thread."""
     global _heart
     _heart = None
 
@@ -269,21 +274,21 @@ progress.report_by(_report)
 os.register_at_fork(after_in_child=_forget)
 
 
-# -- words ------------------------------------------------------------------------------------------------------------
+# -- texts ------------------------------------------------------------------------------------------------------------
 def _beat(text: bytes) -> Beat:
     found = json.loads(text)
     return Beat(**{**found, "absent": tuple(found["absent"])})
 
 
 def _answers(first: Beat | None, now: Beat | None) -> bool:
-    """Whether this rank has written since it was first looked at, or has written for the last time."""
+    """Return whether a rank has written since it was first read, or has written its last heartbeat."""
     return now is not None and (now.state != "alive" or (first is not None and now.number > first.number))
 
 
 def _told(
     mine: Beat, first: dict[int, Beat], now: dict[int, Beat], others: Sequence[int]
 ) -> tuple[str, tuple[int, ...]]:
-    """What is known of the other ranks, and which of them have not arrived where this one is."""
+    """Return what is known of the other ranks, and which of them have not arrived where this one is."""
     absent: list[int] = []
     lines: list[str] = []
     for rank in others:
@@ -301,7 +306,7 @@ def _told(
 
 
 def _line(mine: Beat, first: Beat | None, now: Beat | None) -> tuple[str | None, bool]:
-    """What to say of another rank (None: nothing), and whether it has arrived."""
+    """Return what to say of another rank (None: nothing), and whether it has arrived."""
     if now is None:
         return "has told nothing yet", False
     if now.state == "left":
@@ -320,7 +325,7 @@ def _line(mine: Beat, first: Beat | None, now: Beat | None) -> tuple[str | None,
 
 
 def _process(mine: Beat, other: Beat) -> str:
-    """What this machine knows of a process, if it is one of its own."""
+    """Return what is known of a process's state, if it is on this machine."""
     if mine.host != other.host or not os.path.isdir("/proc/self"):
         return f"process {other.pid} on {other.host} was killed or stopped, or can't be reached"
     try:
@@ -338,12 +343,12 @@ def _process(mine: Beat, other: Beat) -> str:
 
 @functools.lru_cache
 def _name(ranks: tuple[int, ...]) -> str:
-    """What a group of ranks is called in a heartbeat; nobody is in no group."""
+    """Return the name of a group of ranks in heartbeats; "" for no ranks."""
     return hashlib.sha256(str(ranks).encode()).hexdigest()[:16] if ranks else ""
 
 
 def _place(node: fx.Node | None) -> tuple[str, int, str]:
-    """(group, the node's position in its program, words) of where this process is: at `node`, if that is known."""
+    """Return (group, the node's position in its program, a description) of where this process is: at `node`, if given."""
     here = progress.HERE
     inside, others = here.inside, here.others
     group = _name(tuple(others.ranks)) if others is not None else ""
@@ -365,7 +370,7 @@ def _place(node: fx.Node | None) -> tuple[str, int, str]:
 
 
 def _line_of(stack: Sequence[Line]) -> str:
-    """The innermost line of the user's own that a thread is in."""
+    """Return the innermost line of the user's own code that a thread is in, in words."""
     own = [line for line in stack if not line.file.startswith(("<", *_NOT_THE_USERS))]
     for found in (*own, *stack):
         return f"in {found.function}, {found.file}:{found.number}"

@@ -1,4 +1,4 @@
-"""What the operating system says of this machine. Loads no torch."""
+"""Reads what the operating system says of this machine. Loads no torch."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """Where what was made or measured once is kept for later processes: `ZGRAPH_CACHE`, else "zgraph" in the user's cache. It need not be there."""
+    """Return the folder that caches results for later processes: `ZGRAPH_CACHE`, else "zgraph" in the user's cache. It
+    may not exist.
+    """
     named = os.environ.get("ZGRAPH_CACHE")
     return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zgraph"
 
 
 def host_free() -> int:
-    """Bytes of the host's memory that this process can still get: the least of what the system, the process's limit on address space and
-    its control group leave."""
+    """Return the bytes of the host's memory that this process can still allocate: the least of what the system, the
+    limit on its address space and its control group leave.
+    """
     found = []
     for line in text_of("/proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
@@ -31,7 +34,7 @@ def host_free() -> int:
 
 
 def text_of(path: str) -> str:
-    """What a file of the system says; nothing where there is none."""
+    """Return the text of a system file; "" if there is none."""
     try:
         return Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError:

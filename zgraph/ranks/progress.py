@@ -1,8 +1,9 @@
-"""Where this process is in its training: which step, program or vote. Written as it goes, at the cost of a few stores; read by who watches.
+"""Records where this process is in its training: in which step, program or vote. Writing costs a few stores; the
+heartbeat reads it.
 
-There is one place for a process: what it does in common with other ranks, it does in one thread at a time. Threads that work beside
-it (late updates, checkpoints on their way) are `aside`. Ranks may be in several groups, and in each with others: what they do is counted for
-each group, and what a rank does alone is not.
+A process has one place: what it does together with other ranks, it does in one thread at a time. Threads that work
+beside it (late updates, checkpoints being written) are `aside`. A rank may be in several groups, with different ranks
+in each: programs and votes are counted per group; what a rank does alone is not counted.
 """
 
 from __future__ import annotations
@@ -19,18 +20,20 @@ from zgraph.ranks.thread_stacks import Line
 
 
 class Together(Protocol):
-    """Ranks that run programs and vote together (an `Agreement`): their numbers, none where a rank is alone."""
+    """Ranks that run programs and vote together (an `Agreement`). `ranks` are their numbers, [] if a rank is alone."""
 
     group: Any
     ranks: list[int]
     heart: Any
 
     def disagreement(self) -> ZgraphError | None:
-        """After a collective has failed: what ranks disagree about, if one of them has shut it for that."""
+        """Return, after a collective has failed, what ranks disagree about, if one of them shut its groups for that
+        reason.
+        """
 
 
 class Running(Protocol):
-    """A program that runs, and can tell which of its nodes a thread is at."""
+    """A running program that can tell which of its nodes a thread is at."""
 
     program: Any
 
@@ -38,9 +41,12 @@ class Running(Protocol):
 
 
 class Place:
-    """`inside` is the program (an Executable) or the text of the vote that `thread` is in, None between them, and `others` with whom;
-    `counts` says, by the ranks of a group, how many it has entered with them so far: equal on all of them where they are at the same one.
-    `caller` is the thread that last called a model."""
+    """Where this process is.
+
+    `inside` is the program (an Executable) or the text of the vote that `thread` is in, None between them; `others` are
+    the ranks that it runs with. `counts` is, by the ranks of a group, how many programs and votes it has entered with
+    them: equal on all ranks that are at the same one. `caller` is the thread that last called a model.
+    """
 
     def __init__(self) -> None:
         self.step = 0
@@ -55,12 +61,14 @@ class Place:
 Reporter = Callable[[Any], tuple[str, tuple[int, ...]] | None]
 
 HERE = Place()
-_mine = threading.local()  # of this thread: is it aside, and with whom it runs programs
+_mine = threading.local()  # of this thread: whether it is aside, and the ranks that it runs programs with
 _reporters: list[Reporter] = []
 
 
 def enter(what: Any, others: Together | None = None) -> bool:
-    """This thread enters a vote with `others`, or a program (see `runs_with`). Is that to be told (and `leave` to be called)?"""
+    """Enter a vote with `others`, or a program (see `runs_with`), in this thread. Return whether that is recorded, so
+    that `leave` must be called.
+    """
     if _is_aside():
         return False
     others = others or getattr(_mine, "others", None)
@@ -78,7 +86,7 @@ def leave() -> None:
 
 @contextlib.contextmanager
 def runs_with(others: Together) -> Iterator[None]:
-    """The programs that this thread runs inside are those of these ranks."""
+    """Run the programs inside together with these ranks."""
     before = getattr(_mine, "others", None)
     _mine.others = others
     try:
@@ -89,7 +97,7 @@ def runs_with(others: Together) -> Iterator[None]:
 
 @contextlib.contextmanager
 def aside() -> Iterator[None]:
-    """What this thread runs inside is no part of what ranks do in common."""
+    """Exclude what this thread runs inside from what ranks do together."""
     _mine.aside = True
     try:
         yield
@@ -102,14 +110,17 @@ def _is_aside() -> bool:
 
 
 def report_by(reporter: Reporter, *, first: bool = False) -> None:
-    """Let this be asked which ranks have not arrived at a node (None: a vote): (what is known of them, their numbers), None where nobody
-    watches. The first that knows something is the last that is asked."""
+    """Register a function that is asked, after a collective has failed at a node (None: a vote), for (what is known of
+    the other ranks, the ranks that have not arrived); it returns None if it knows nothing. The first answer counts.
+    """
     _reporters.insert(0 if first else len(_reporters), reporter)
 
 
 def failed_collective(what: str, where: str, error: BaseException, node: Any = None) -> ZgraphError:
-    """What to raise where a collective (that `node` of the program) has failed, with what is known of the other ranks: a `CollectiveError`,
-    or in what ranks disagree, if that is why. To be called inside of the program or vote."""
+    """Return the error to raise if a collective (at `node` of the program) has failed: a `CollectiveError` with what is
+    known of the other ranks, or what ranks disagree about, if that is the reason. Call it inside of the program or
+    vote.
+    """
     others = HERE.others
     if others is not None and not _is_aside() and (difference := others.disagreement()) is not None:
         return difference

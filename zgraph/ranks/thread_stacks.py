@@ -1,9 +1,10 @@
-"""Where another thread is: the lines of its stack.
+"""Reads the stack of another thread.
 
-The stack is read in one call of C, so that the thread stands still meanwhile: the interpreter's lock changes hands only between Python's
-own instructions. Nor is any of its frames held afterwards: dynamo gives frames' memory back by itself, and one that is looked at while
-the thread goes on may point into it (Python 3.11: PyFrame_GetBack read what was gone). faulthandler is no way: it walks all threads without
-their list's lock, and died of those that C++ was about to begin (gloo's threads do with each collective).
+The stack is read in one call of C, during which the thread stands still: the interpreter's lock changes hands only
+between Python's own instructions. No frame is held afterwards: dynamo frees frames' memory by itself, and a frame that
+is read while its thread goes on may point into freed memory (Python 3.11: PyFrame_GetBack read it). faulthandler can't
+be used: it walks all threads without their list's lock, and crashed on threads that C++ was about to begin (gloo begins
+some with each collective).
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ _place_of = attrgetter("f_code", "f_lineno")
 
 @dataclass(frozen=True)
 class Line:
-    """A line that a function of a file is at."""
+    """A line of code that a thread is at."""
 
-    file: str
-    number: int
-    function: str
+    file: str  # path of the source file
+    number: int  # line number, from 1; 0 if unknown
+    function: str  # name of the function
 
 
 def stack_of(thread: int) -> list[Line]:
-    """The lines that the thread of this identifier is at, the innermost first, at most `DEPTH`; none where it is not in Python."""
+    """Return the lines that a thread is at, the innermost first, at most `DEPTH`; [] if it is not in Python."""
     innermost = map(methodcaller("get", thread), starmap(sys._current_frames, [()]))
     outwards = accumulate(chain(innermost, repeat("f_back", DEPTH - 1)), getattr)
     places = map(_place_of, takewhile(truth, outwards))
@@ -42,7 +43,7 @@ def stack_of(thread: int) -> list[Line]:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """No garbage is collected meanwhile: finalisers are Python."""
+    """Turn garbage collection off inside: finalisers run Python code."""
     was = gc.isenabled()
     gc.disable()
     try:

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 RankCall = tuple[Shapes, tuple[Value, ...], Numbers]
-"""What a rank's call has that another's may have otherwise."""
+"""The parts of a rank's call that may differ between ranks."""
 
 
 class SizesOfCalls:

@@ -35,10 +35,10 @@ logger = logging.getLogger(__name__)
 _STATE = "; python state "  # in the keys of programs: comes before the number of the Python state that one is for
 
 Compile = Callable[[str, tuple[Any, ...], dict[str, Any], OpenSizes | None], Entry]
-"""Compiles the program for a call, which it gets with the key that the program will have, and the sizes that are to be symbols in it."""
+"""Compiles the program for a call: takes the program's key, the call, and the sizes that are to be symbols."""
 
 Execute = Callable[[Entry, tuple[Any, ...]], tuple[Any, ...]]
-"""Runs a program on flat inputs, and gives the flat outputs."""
+"""Runs a program on flat inputs, and returns the flat outputs."""
 
 
 class _OnceMore(Exception):

@@ -1,7 +1,8 @@
-"""One whole training step as one call: micro-batches, their losses' shares, reduction, update, and the output put together.
+"""Runs one whole training step as one call: micro-batches, their losses' weights, reduction, update, and the joined
+output.
 
-Each micro-batch's loss counts by its share: equally, or by its number of targets. The share is the tangent that its
-backward starts from, so nothing is compiled for it and the loss that is returned is the model's own.
+Each micro-batch's loss has a weight: equal ones, or its number of targets. The weight is the tangent that its backward
+starts from, so nothing is compiled for it and the loss that is returned is the model's own.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class HasForward(Protocol):
-    """A module, and its class's own forward."""
+    """A compiled module with its class's own forward."""
 
     @property
     def module(self) -> Any: ...
@@ -50,7 +51,7 @@ def train_step(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """See `zgraph.api.handle.Handle.train_step`."""
+    """Run one whole training step (see `zgraph.api.handle.Handle.train_step`)."""
     plan = runtime.plan
     tokens = plan.loss_average == "token"
     kwargs = in_order(runtime, kwargs)
@@ -79,7 +80,7 @@ def train_step(
                     )
                 if not loss.requires_grad:
                     raise _untrained()
-                if seen is not None:  # (which targets count is known now)
+                if seen is not None:  # (only now is it known which targets count)
                     captured = runtime.entered.trace.ignored if runtime.entered is not None else set()
                     weights = target_weights(runtime, calls, captured | seen.found)
                 weight = weights[number]
@@ -99,13 +100,13 @@ def train_step(
         raise
     sizes = [batch_size(*call) for call in calls]
     total = sum(weights)
-    # (a rank without a single target shows the plain mean of what its micro-batches gave)
+    # (a rank without a single target returns the plain mean over its micro-batches)
     shares = [w / total for w in weights] if total else [1.0 / len(calls)] * len(calls)
     return join_outputs(outputs, shares, sizes)
 
 
 def _agreed_parts(runtime: Runtime, calls: Sequence[Call]) -> list[tuple[Call, tuple[Any, ...], dict[str, Any]]]:
-    """See `for_forward`: for each micro-batch. Ranks have voted on their forwards."""
+    """Return what `for_forward` returns for each micro-batch; let the ranks vote on all of their forwards."""
     parts = [for_forward(runtime, *call) for call in calls]
     with runtime.calls.lock:
         runtime.calls.agree_on_step([given for given, _, _ in parts])
@@ -114,19 +115,29 @@ def _agreed_parts(runtime: Runtime, calls: Sequence[Call]) -> list[tuple[Call, t
 
 @functools.lru_cache(maxsize=16)
 def _signature(forward: Callable[..., Any]) -> inspect.Signature:
-    """(It is asked for with every micro-batch. Few are kept: a function may hold more than its code.)"""
+    """Return the signature of a forward. (It is needed with every micro-batch. Few are cached: a function may keep more
+    alive than its code.)
+    """
     return signature_of(forward)
 
 
 def in_order(model: HasForward, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Named arguments in the order of forward's signature: what is first must not depend on how they are written."""
+    """Return named arguments in the order of forward's signature: which one is first must not depend on how the call is
+    written.
+    """
     known = list(_signature(model.forward_function).parameters)
     return {k: kwargs[k] for k in [n for n in known if n in kwargs] + [n for n in kwargs if n not in known]}
 
 
 # -- in ---------------------------------------------------------------------------------------------------------------
 def split_batch(args: tuple[Any, ...], kwargs: dict[str, Any], parts: int, *, uneven: bool | None) -> list[Call]:
-    """The calls of the micro-batches: tensors with the batch's size are cut on dimension 0, all else is given to each.
+    """Return the calls of the micro-batches: tensors of the batch's size are cut along dimension 0, everything else is
+    passed to each.
+
+    The batch's size is that of the first tensor with a dimension, in the order of forward's arguments. A tensor of that
+    size that is not part of the batch is cut too, unless the program shows that it is none: then the first step raises
+    `StepError`. Raises `StepError` if `parts` does not divide the size, unless `uneven`: then the last micro-batches
+    are smaller (None: the plan can't allow that).
 
     The batch's size is that of the first tensor that has a dimension, in the order of forward's arguments: a tensor that is
     no part of the batch, but has its size, is cut too, unless the program shows that it is none:
@@ -162,7 +173,7 @@ def split_batch(args: tuple[Any, ...], kwargs: dict[str, Any], parts: int, *, un
 
 
 def _check_batch(runtime: Runtime, entry: Entry, call: Call) -> None:
-    """Raise `StepError` where what was cut into micro-batches is no batch, by what the program does with it."""
+    """Raise `StepError` if the program shows that what was cut into micro-batches is not a batch."""
     size = batch_size(*call)
     if size is not None:
         flat = entry.trace.flat.flatten(runtime.module, *call)
@@ -182,8 +193,10 @@ def _refuse_other_rows(elastic: Elastic, args: tuple[Any, ...], kwargs: dict[str
 
 
 def first_part(plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    """The first micro-batch's call, of a rank's batch that is only looked at. Where the plan is elastic (and for a number of ranks, see
-    `Plan.for_world`), it is as many rows as the plan says: those of the batch are repeated. Raises what `split_batch` does."""
+    """Return the first micro-batch's call of a rank's batch that is only inspected. If the plan is elastic and for a
+    known number of ranks (see `Plan.for_world`), the call has as many rows as the plan says: rows of the batch are
+    repeated. Raises what `split_batch` does.
+    """
     size = batch_size(args, kwargs)
     if plan.elastic is None or plan.elastic.rows is None or not size:
         return split_batch(args, kwargs, plan.micro_batches, uneven=plan.loss_average == "token")[0]
@@ -198,8 +211,9 @@ def _has_batch(x: Any, size: int) -> bool:
 
 
 def target_weights(runtime: Runtime, calls: Sequence[Call], losses: Collection[Ignores]) -> list[Any]:
-    """Each micro-batch's number of targets, over a mean micro-batch's of all ranks: the mean gradient over ranks is then
-    that of all targets together. `losses` say which targets do not count."""
+    """Return each micro-batch's number of targets, divided by the mean of all micro-batches of all ranks: the mean
+    gradient over ranks is then that of all targets together. `losses` tell which targets do not count.
+    """
     ignored = ignored_of(losses)
     counts = torch.tensor(
         [count_targets(runtime.module, *call, ignored=ignored) for call in calls], dtype=torch.float64
@@ -221,7 +235,12 @@ def target_weights(runtime: Runtime, calls: Sequence[Call], losses: Collection[I
 
 
 def count_targets(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, ignored: int = IGNORED) -> int:
-    """How many targets a micro-batch's loss is the mean of.
+    """Return the number of targets that a micro-batch's loss averages over.
+
+    They are the elements of the argument called labels, label, targets or target that are not `ignored`; without such
+    an argument, of the last tensor of integers, else each row counts once. `ignored` is what the model's losses leave
+    out (`zgraph.capture.ignored_targets`), -100 if it calls none of torch's. A causal language model of transformers
+    (`loss_type` "ForCausalLM") shifts its labels: the first of each sequence is no target.
 
     Those of the argument called labels, label, targets or target (else of the last tensor of integers, else every row
     counts once) that are not `ignored`: what the model's losses leave out (`zgraph.capture.ignored_targets`), -100 where it calls none of torch's.
@@ -245,7 +264,9 @@ def count_targets(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *,
 def for_forward(
     model: HasForward, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Call, tuple[Any, ...], dict[str, Any]]:
-    """(what forward takes, the positional arguments it has no room for, the named ones that it does not know)."""
+    """Return (what forward takes, the positional arguments that it does not take, the named ones that it does not
+    take).
+    """
     parameters = list(_signature(model.forward_function).parameters.values())[1:]
     kinds = inspect.Parameter
     room = sum(p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD) for p in parameters)
@@ -260,7 +281,7 @@ def for_forward(
 
 
 def named(model: HasForward, given: Call) -> dict[str, Any]:
-    """What forward is given, by its parameters' names, in their order (`*args` and `**kwargs` taken apart)."""
+    """Return forward's arguments by its parameters' names, in their order, with `*args` and `**kwargs` expanded."""
     known = _signature(model.forward_function)
     bound = known.bind(model.module, *given[0], **given[1])
     found: dict[str, Any] = {}
@@ -281,7 +302,10 @@ def loss_of(
     rest: tuple[Any, ...],
     others: dict[str, Any],
 ) -> torch.Tensor:
-    """The loss in an output, or `loss_fn`'s of it: of what forward did not take, else of forward's arguments by name.
+    """Return the loss in an output or, if there is one, `loss_fn`'s value. `loss_fn` gets what forward did not take; if
+    that is nothing, forward's arguments by name.
+
+    Raises `StepError` if there is no loss, or it has more than one element.
 
     Raises `StepError` where there is none, or more than a number.
     """
@@ -302,7 +326,7 @@ def loss_of(
 
 
 def refuse_rest(given: dict[str, Any], rest: tuple[Any, ...], others: dict[str, Any]) -> None:
-    """Raise `StepError` for what forward does not take, where there is no `loss_fn` that would."""
+    """Raise `StepError` for arguments that forward does not take, if there is no `loss_fn` to take them."""
     if rest or others:
         names = [*(f"argument {len(given) + i + 1}" for i in range(len(rest))), *others]
         raise StepError(
@@ -312,7 +336,7 @@ def refuse_rest(given: dict[str, Any], rest: tuple[Any, ...], others: dict[str, 
 
 
 def no_loss() -> StepError:
-    """What to say of an output in which there is none."""
+    """Return the error for an output without a loss."""
     return StepError(
         "the model's output has no loss",
         why="it is no scalar, has no .loss or ['loss'], and its first element is no scalar",
@@ -330,7 +354,9 @@ def _untrained() -> StepError:
 
 
 def _room(loss_fn: Callable[..., Any], given: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Forward's own arguments for what loss_fn needs besides the output: by name, or in order where no name is forward's."""
+    """Return forward's arguments that loss_fn needs besides the output: by name, or in order if none of the names is
+    forward's.
+    """
     try:
         parameters = list(inspect.signature(loss_fn).parameters.values())
     except (TypeError, ValueError):
@@ -356,7 +382,10 @@ def _detached(output: Any) -> Any:
 
 
 def join_outputs(outputs: Sequence[Any], shares: Sequence[float], sizes: Sequence[int | None]) -> Any:
-    """The whole batch's output: scalars averaged by share, tensors with the micro-batch's size joined on dimension 0.
+    """Return the whole batch's output: scalars are averaged by weight, tensors of the micro-batch's size joined along
+    dimension 0.
+
+    Other tensors and values are the last micro-batch's. Pytrees and dataclasses are traversed.
 
     Other tensors and values are the last micro-batch's. Pytrees and dataclasses are looked into.
     """
@@ -375,7 +404,9 @@ def join_outputs(outputs: Sequence[Any], shares: Sequence[float], sizes: Sequenc
 
 
 def _mapped(function: Callable[..., Any], values: Sequence[Any]) -> Any:
-    """`function` of the tensors that stand at the same place in several values of one structure."""
+    """Apply `function` to the tensors at the same position of several values of one structure, and return the results
+    in that structure.
+    """
     first = values[-1]
     if isinstance(first, torch.Tensor):
         return function(*values)

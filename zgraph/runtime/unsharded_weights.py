@@ -1,4 +1,4 @@
-"""The whole weights that ZeRO stages 1 and 2 keep, from the first forward of an optimizer step to its reducing backward."""
+"""Keeps whole weights at ZeRO stages 1 and 2, from the first forward of an optimizer step to its reducing backward."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zgraph.parameters.staleness import Unchanged
 
 
 class UnshardedWeights:
-    """Whole weights by the names of their parameters, for as long as they are those of the shards."""
+    """Whole weights by the names of their parameters, valid as long as the shards do not change."""
 
     def __init__(self, shards: Shards, device: torch.device) -> None:
         self.weights: dict[str, torch.Tensor] = {}
@@ -19,11 +19,11 @@ class UnshardedWeights:
         self._versions: dict[str, tuple[int, ...]] = {}
         self._words: dict[
             str, tuple[torch.Tensor, torch.dtype]
-        ] = {}  # the bits of this rank's rows, where the host may look at them
+        ] = {}  # the bits of this rank's rows, if the host can read them
         self._unchanged = Unchanged(shards, device, "an earlier forward had gathered them")
 
     def keep(self, name: str, weight: torch.Tensor) -> None:
-        """Keep what a forward has gathered."""
+        """Keep a weight that a forward has gathered."""
         self.weights[name] = weight
         self._versions[name] = self._shards.version(name)
         if weight.device.type == "cpu":
@@ -31,27 +31,31 @@ class UnshardedWeights:
             self._words[name] = words_of(mine), weight.dtype
 
     def changed_here(self, *, again: bool = False) -> int:
-        """Whether this rank's shards are others than they were kept of; see `Unchanged.changed`.
+        """Return whether this rank's shards have changed since their weights were kept (see `Unchanged.changed`).
+
+        A kept weight is compared with this rank's shard bit by bit: torch counts neither a write through `.data` nor a
+        foreach operator on a DTensor.
 
         A kept weight is compared with this rank's shard bit by bit: torch counts neither a write through `.data` nor a
         foreach operator on a DTensor.
         """
-        if len(self._words) == len(self._versions):  # (bits tell of whatever versions tell)
+        if len(self._words) == len(self._versions):  # (comparing bits finds every change that versions show)
             return int(not all(self._shards.equals(name, *words) for name, words in self._words.items()))
         return self._unchanged.changed(self._versions, lambda: self._shards.differences(self.weights), again=again)
 
     def settle(self, worst: int) -> None:
-        """Drop them if they are not those of the shards as they are now, on any rank. (Ranks must decide alike, and a change may be in one
-        rank's rows only.)"""
+        """Drop the weights if the shards have changed since on any rank. (Ranks must decide alike, and a change may be
+        in one rank's rows only.)
+        """
         if not self._unchanged.still(worst):
             self.drop()
 
     def are_there(self, names: Iterable[str]) -> bool:
-        """Are all of these there?"""
+        """Return whether all of these weights are kept."""
         return all(n in self.weights for n in names)
 
     def drop(self) -> None:
-        """Forget them; the next forward gathers them anew."""
+        """Forget the weights; the next forward gathers them again."""
         self.weights.clear()
         self._versions.clear()
         self._words.clear()

@@ -1,4 +1,6 @@
-"""The update programs of one compiled module: made for the parameters that have gradients, compiled, and found again."""
+"""Builds, compiles and caches the update programs of one compiled module, one for each set of parameters with
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +28,14 @@ from zgraph.update.states import States
 class CompiledUpdate:
     """An update program and what runs it."""
 
-    history: History
-    executable: UpdateExecutable
+    history: History  # how the passes built the program
+    executable: UpdateExecutable  # its compiled chunks
     numbers: list[tuple[int, str]]  # the program's scalars (see `scalar_names`)
     clipped: tuple[str, ...]  # parameters whose gradients it only clips
 
     @functools.cached_property
     def bindings(self) -> Bindings:
-        """Its inputs and outputs by what they are for."""
+        """The program's inputs and outputs by role."""
         return Bindings(self.history.program)
 
 
@@ -47,7 +49,7 @@ class UpdatePrograms:
         self._last: tuple[tuple[str, ...], CompiledUpdate] | None = None
 
     def histories(self) -> dict[str, History]:
-        """How the passes made each update program, by name: "update0", …"""
+        """Return how the passes built each update program, by name: "update0", …"""
         return {update.history.program.name: update.history for update in self._programs.values()}
 
     def compiled(self) -> list[CompiledUpdate]:
@@ -57,7 +59,9 @@ class UpdatePrograms:
         return [e for update in self._programs.values() for e in update.executable.executables]
 
     def forget_last(self) -> None:
-        """Look anew for the program of the next update: which parameters count their updates together may have changed."""
+        """Forget the last program, so that the next update looks for its own again: which parameters share a count of
+        updates may have changed.
+        """
         self._last = None
 
     def clear(self) -> None:
@@ -66,7 +70,9 @@ class UpdatePrograms:
         self._last = None
 
     def of(self, names: tuple[str, ...], options: UpdateOptions) -> CompiledUpdate:
-        """The update of the parameters of these names (a parameter without a gradient is left alone, as torch does)."""
+        """Return the update of the parameters of these names (a parameter without a gradient is left alone, as in
+        torch).
+        """
         if self._last is not None and self._last[0] == names:
             return self._last[1]
         self.states.count_apart(names)
@@ -98,7 +104,7 @@ class UpdatePrograms:
         return CompiledUpdate(history, executable, scalar_names(members, options), clipped)
 
     def _compiler(self, name: str) -> Callable[[Program], Executable]:
-        """Compiles the chunks of the update program of this name, or takes them from where they are kept."""
+        """Return a function that compiles a chunk of the update program of this name, or loads it from the cache."""
         rank = self.rank
         if rank.plan.backend != "inductor":
             return lambda part: checked(compile_eager(part, rank.groups), rank.groups)

@@ -1,4 +1,6 @@
-"""The numbers that an update program takes besides tensors: the optimizer's, what gradients are multiplied by, and the step's loss."""
+"""Collects the scalars that an update program takes: the optimizer's numbers, the factor of the gradients, and the
+step's loss.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +24,20 @@ logger = logging.getLogger(__name__)
 
 
 class UpdateNumbers:
-    """Those of one compiled module's updates. `wanted` are the optimizer's that any rank's programs take (see `scalar_names`)."""
+    """The scalars of one compiled module's updates. `wanted` are those of the optimizer that any rank's programs take
+    (see `scalar_names`).
+    """
 
     def __init__(self, rank: Rank, optimizer: PlanOptimizer | None, wanted: Sequence[tuple[int, str]]) -> None:
         self.rank = rank
         self.optimizer = optimizer
-        # What the next update multiplies gradients by, where its options say that it does.
+        # What the next update multiplies gradients by, if its options say that it does.
         self.factor: torch.Tensor | float = 1.0
         self._wanted = wanted
         self._agreed = Numbers()
 
     def coming(self, done: int) -> Coming:
-        """What this rank says of the update that follows so many: its numbers as they are now."""
+        """Return what this rank tells in votes about the update that follows `done` updates: its current numbers."""
         try:
             now = Numbers(self._now() if self.optimizer is not None else {})
         except ZgraphError as error:
@@ -41,8 +45,10 @@ class UpdateNumbers:
         return f"{done} {now.ballot()}", (f"after {done} updates", now)
 
     def agree(self, names: Sequence[str], read_back: Callable[[], dict[str, str]], coming: Coming) -> None:
-        """Let the ranks compare what they are about to update and by which numbers, with what `read_back` finds changed in the optimizer. What
-        one rank refuses, none does. No vote is needed by the numbers that ranks said were `coming`, if that is still so."""
+        """Let ranks compare the parameters that they are about to update, the numbers, and the changes in the optimizer
+        that `read_back` returns. If it raises on one rank, all raise. No vote is needed if the numbers are still the
+        ones that ranks announced in `coming`.
+        """
         problem: ZgraphError | None = None
         try:
             changed = read_back()
@@ -58,11 +64,11 @@ class UpdateNumbers:
             raise problem
 
     def have_changed(self) -> bool:
-        """Whether the optimizer's are others than those that ranks have agreed on."""
+        """Return whether the optimizer's numbers differ from those that ranks have agreed on."""
         return self.optimizer is not None and self._now() != self._agreed.values
 
     def vector(self, wanted: Sequence[tuple[int, str]], options: UpdateOptions) -> torch.Tensor:
-        """Those that a program takes, on the device."""
+        """Return the scalars that a program takes, as a vector on the device."""
         device, nonfinite = self.rank.device, self.rank.nonfinite
         values = [self._agreed.values[w] for w in wanted if w[0] >= 0]
         vector = torch.tensor(values, dtype=torch.float64)
@@ -77,7 +83,7 @@ class UpdateNumbers:
         return vector
 
     def restore(self, known: Known) -> None:
-        """Take over what a run may have changed in its parameter groups, if it was of this plan's optimizer."""
+        """Take over the numbers that the saved run had in its parameter groups, if they are of this plan's optimizer."""
         if self.optimizer is None or not known.groups:
             return
         plan = self.rank.plan.model_dump(mode="json")

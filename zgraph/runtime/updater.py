@@ -43,7 +43,7 @@ _GRADIENT = frozenset({InputRole.GRADIENT})
 
 
 class Updater:
-    """The optimizer's side of one compiled module. `optimizer` is None where the plan has none."""
+    """The optimizer's side of one compiled module. `optimizer` is None if the plan has none."""
 
     def __init__(self, runtime: Rank) -> None:
         self.runtime = runtime
@@ -53,7 +53,7 @@ class Updater:
         specs = runtime.shards.specs
         everywhere = members_of(runtime.module, specs, plan.optimizer) if plan.optimizer is not None else []
         members = [m for m in everywhere if held is None or m.name in held.own]
-        self.options = update_options(plan, members, specs, held=held)  # (until `offload` says otherwise)
+        self.options = update_options(plan, members, specs, held=held)  # (until `offload` changes them)
         self.optimizer: PlanOptimizer | None = None
         self.rates: LearningRates | None = None
         if plan.optimizer is not None:
@@ -83,9 +83,11 @@ class Updater:
         )
 
     def adopt(self, old: Updater, *, copies: bool) -> None:
-        """Go on where another updater of the same parameters is: states (or copies of them), counts, numbers, the scale."""
+        """Continue from another updater of the same parameters: its states (or copies of them), counts, numbers and
+        loss scale.
+        """
         if len(old.runtime.shares) == 1 < len(self.runtime.shares):
-            self.offload(self.options_with(old.runtime.shares[0]))  # (until the first program says otherwise)
+            self.offload(self.options_with(old.runtime.shares[0]))  # (until the first program decides)
         if old.options.late() == self.options.late():
             old.wait()
         else:
@@ -109,12 +111,12 @@ class Updater:
             self.rates.adopt(old.rates)
 
     def options_with(self, share: float) -> UpdateOptions:
-        """The options of updates of which this share of the states is offloaded."""
+        """Return the options of updates with this share of the states offloaded."""
         members = list(self.states.members.values())
         return update_options(self.runtime.plan, members, self.runtime.shards.specs, share, self.held)
 
     def offload(self, options: UpdateOptions) -> None:
-        """From now on states lie where these options say."""
+        """Store the states where these options say from now on."""
         self.finish()
         self.states.move(options)
         self.options = options
@@ -122,18 +124,18 @@ class Updater:
 
     @property
     def frozen(self) -> bool:
-        """Whether the next update is one of those that take gradients unreduced, and send signs of momenta."""
+        """Whether the next update takes gradients unreduced and sends signs of momenta."""
         freeze = getattr(self.runtime.plan.optimizer, "freeze_steps", None)
         return freeze is not None and self.calls >= freeze
 
     def make_states(self) -> None:
-        """Make what is otherwise made by the first update; what the user has changed of the others is taken over."""
+        """Make the states that the first update would make; take over what the user has changed in the others."""
         self.runtime.shards.refresh()
         self._read_back()
         self.states.fill()
 
     def _read_back(self) -> dict[str, str]:
-        """Take over what the user has changed in the optimizer; what was, in words, by the parameter's name."""
+        """Take over what the user has changed in the optimizer; return the changes, in words, by parameter name."""
         if self.optimizer is None:
             return {}
         self.optimizer.look_up(self.runtime.shards.params())
@@ -145,12 +147,12 @@ class Updater:
         return found
 
     def _changes(self) -> dict[str, str]:
-        """What `_read_back` finds. Raises `StepError` for counts of updates that a user has written to."""
+        """Return what `_read_back` returns. Raises `StepError` if a user has written to counts of updates."""
         self.states.refuse_written_counts()
         return self._read_back()
 
     def wait(self) -> None:
-        """Let an update that runs late end. Raises what it raised."""
+        """Wait for a late update to end. Raises what it raised."""
         try:
             self._delayed.wait()
         except Exception:
@@ -158,7 +160,7 @@ class Updater:
             raise
 
     def finish(self) -> None:
-        """Let the weights be those after all updates. Raises `StepError` after one that failed half way."""
+        """Bring the weights to the state after all updates. Raises `StepError` after an update that failed half way."""
         self.wait()
         self.consistency.refuse()
         names = self._delayed.publish()
@@ -167,8 +169,9 @@ class Updater:
         self._delayed.published()
 
     def resume(self, counts: dict[torch.Tensor, float], done: int, fresh: Sequence[torch.Tensor]) -> None:
-        """Go on from an optimizer's state dict: so many updates each parameter has had, and `done` says where a schedule is. Those that are
-        `fresh` begin anew."""
+        """Continue from an optimizer's state dict: `counts` are the updates that each parameter has had, `done` is the
+        schedule's position. The states of `fresh` parameters are cleared.
+        """
         params = self.runtime.shards.params()
         named, anew = {n: counts[p] for n, p in params.items() if p in counts}, {id(p) for p in fresh}
         self.states.clear(n for n, p in params.items() if id(p) in anew)
@@ -183,8 +186,9 @@ class Updater:
             )
 
     def restore(self, known: Known, steps: int, counts: dict[str, float], whole: bool) -> None:
-        """Go on from a checkpoint whose weights and states were written: so many `steps` the run has taken, `counts` are the updates
-        that each parameter has had. Not `whole`: from its weights alone, which is a new beginning."""
+        """Continue from a checkpoint whose weights and states were loaded: the run has taken `steps` steps, `counts`
+        are the updates that each parameter has had. Not `whole`: from its weights alone, as a new beginning.
+        """
         self.consistency.restore()
         self.outcomes.restore(known, whole=whole)
         done = steps - known.skipped if whole else 0
@@ -195,14 +199,15 @@ class Updater:
             self.rates.reset()
 
     def refuse_unusable(self) -> None:
-        """Raise `StepError` where the weights are not those of a step: after an update that failed half way, or their averages. What
-        runs late has ended then."""
+        """Raise `StepError` if the weights are not those of a step: after an update that failed half way, or if they
+        are averages. Waits for a late update.
+        """
         self.wait()
         self.consistency.refuse()
         self.averages.refuse_checkpoint()
 
     def spoil(self) -> None:
-        """Weights and states are not of one step: no step is taken until a checkpoint was loaded."""
+        """Note that weights and states are of different steps: no step is taken until a checkpoint is loaded."""
         self.consistency.lose()
 
     def _go_on(self, counts: dict[str, float], done: int, calls: int) -> None:
@@ -216,7 +221,7 @@ class Updater:
 
     # -- a step -------------------------------------------------------------------------------------------------------
     def step(self) -> torch.Tensor | None:
-        """One update from the gradients that are there; they are gone afterwards. The norm before clipping, if asked for."""
+        """Run one update with the gradients, and clear them. Return their norm before clipping, if asked for."""
         if self.optimizer is None:
             raise StepError(
                 "the plan has no optimizer",
@@ -226,7 +231,7 @@ class Updater:
         return self.optimizer.step()  # type: ignore[no-any-return]  # (with its hooks)
 
     def update(self) -> torch.Tensor | None:
-        """What the optimizer's `step` does."""
+        """Run one update: the body of the optimizer's `step`."""
         runtime = self.runtime
         self.averages.refuse_update()
         self.finish()
@@ -249,7 +254,7 @@ class Updater:
         with runtime.clock.timed("update"):
             try:
                 runtime.first_gathers.begin(timely)
-                norm = self._run(names)  # (where a changed field is refused, gradients stay for the next step)
+                norm = self._run(names)  # (if it refuses a changed field, gradients stay for the next step)
                 for name in names:
                     runtime.shards.params()[name].grad = None
                 self._refuse_infinite("this step has changed neither weights nor states; its gradients are gone")
@@ -270,16 +275,18 @@ class Updater:
         return norm
 
     def coming(self) -> Coming:
-        """What this rank says of the next update."""
+        """Return what this rank tells in votes about the next update."""
         return self.numbers.coming(self.calls - self.outcomes.skipped())
 
     def zeroed(self) -> None:
-        """The gradients that are there were thrown away."""
+        """Note that the gradients were thrown away."""
         if self.runtime.nonfinite is not None:
             self.runtime.nonfinite.forget()
 
     def give_up(self) -> None:
-        """A whole step has failed: its gradients are no part of the next one. (Without an optimizer they are the user's.)"""
+        """Clear the gradients of a step that has failed: they are not part of the next one. (Without an optimizer in
+        the plan they are the user's.)
+        """
         self.numbers.factor = 1.0
         self.runtime.acts.give_up()
         if self.optimizer is not None:
@@ -288,11 +295,13 @@ class Updater:
             self.zeroed()
 
     def settle(self) -> None:
-        """Read what the last step was. Raises what the next one would, if it was not finite."""
+        """Read the outcome of the last step. Raises what the next step would, if it was not finite."""
         self.outcomes.settle(self.calls)
 
     def refuse_unscaled(self) -> None:
-        """Half precision's loss scale needs someone who decides about skipped steps."""
+        """Raise `PlanError` for half precision's loss scale without an optimizer: nothing would skip the steps that
+        overflow.
+        """
         if self.scaling is not None and self.optimizer is None:
             raise PlanError(
                 "training in fp16 needs an optimizer in the plan",
@@ -302,7 +311,7 @@ class Updater:
             )
 
     def clip_only(self) -> torch.Tensor | None:
-        """Clip (and scale) the gradients where they are, for an optimizer of the user's own."""
+        """Clip (and scale) the gradients in place, for the user's own optimizer."""
         options = self.options
         ties = self.held is not None and self.held.ties  # (of any rank: all agree on what they do together)
         if options.clip_norm is None and options.clip_value is None and not options.factor and not ties:
@@ -315,7 +324,7 @@ class Updater:
         return norm
 
     def with_gradients(self) -> tuple[str, ...]:
-        """The parameters that have gradients, in order. Raises `StepError` where there is none."""
+        """Return the parameters that have gradients, in order. Raises `StepError` if there is none."""
         runtime = self.runtime
         runtime.shards.refresh()
         names = tuple(n for n, p in runtime.shards.params().items() if p.grad is not None)
@@ -345,7 +354,9 @@ class Updater:
         return self.grad_norm
 
     def _refuse_infinite(self, left: str) -> None:
-        """Raise if the last norm is to be finite and is not; `left` says how the step leaves things."""
+        """Raise `StepError` if the plan asks for a finite norm and the last one is not; `left` says what the step has
+        changed.
+        """
         clip, norm = self.runtime.plan.grad_clip, self.grad_norm
         if clip is not None and clip.error_if_nonfinite and norm is not None and not norm.isfinite():
             raise StepError(
@@ -355,7 +366,7 @@ class Updater:
             )
 
     def _results(self, update: CompiledUpdate) -> tuple[list[Any], list[tuple[str, torch.Tensor]]]:
-        """What the program gives, and the gradients that it wrote into."""
+        """Run the program; return its results, and the gradients that it wrote to, by parameter name."""
         shards, program = self.runtime.shards, update.history.program
         inputs = self._sources.and_for_call(
             {
@@ -383,7 +394,7 @@ class Updater:
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """Put the averages in place of the weights, which are kept aside."""
+        """Put the averages in place of the weights, and the weights back at the end."""
         if self.options.ema is None:
             raise StepError("the plan keeps no average of the weights", where="ema", hint="ema=0.999 in the plan")
         self.finish()
@@ -392,7 +403,7 @@ class Updater:
 
     # -- for people who log -------------------------------------------------------------------------------------------
     def grad_norms(self) -> dict[str, torch.Tensor]:
-        """The 2-norm of each gradient that is there, over all ranks: 0-dim float32 tensors by parameter name."""
+        """Return the 2-norm of each gradient over all ranks: 0-dim float32 tensors by parameter name."""
         found = {}
         for name, param in self.runtime.shards.params().items():
             if param.grad is None:
@@ -403,7 +414,9 @@ class Updater:
         return found
 
     def _factor(self) -> float:
-        """What the update program will multiply gradients with; people who look at them before shall not see less."""
+        """Return what the update program will multiply gradients by, so that whoever looks at them before sees their
+        true size.
+        """
         return float(self.numbers.factor) if self.options.factor else 1.0
 
     def _run_hooks(self, names: tuple[str, ...]) -> None:

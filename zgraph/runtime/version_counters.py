@@ -1,4 +1,6 @@
-"""What a backward will read must be as it was at its forward: the versions that autograd counts are noted then, and compared before it runs."""
+"""Checks that what a backward reads is as it was at its forward: versions that autograd counts are noted at the
+forward, and compared before the backward runs.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ KINDS = {InputRole.INPUT: "the input", InputRole.BUFFER: "the buffer", InputRole
 
 
 class Versions:
-    """Those of one forward of `step`. What a program writes to itself is noted as it is after that."""
+    """The versions of one forward of `step`. Those of what a program writes itself are noted after the write."""
 
     def __init__(
         self, trace: Trace, step: StepProgram, sharing: Sharing, of_param: Callable[[str], tuple[int, ...]]
@@ -34,20 +36,21 @@ class Versions:
         self.params: dict[str, tuple[int, ...]] = {}
 
     def note(self, flat: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """Note them: the forward is over."""
+        """Note the versions after the forward."""
         self.params = {name: self.of_param(name) for name in self.trace.parameters}
         self.inputs = [None] * len(flat)
         for at in self.trace.others:
             if isinstance(flat[at], torch.Tensor):
                 self.inputs[at] = tensor_storage.version(flat[at])
         for index in self.sharing.read_outputs:
-            # (an output itself would hold autograd's node of this call; what is detached from it is counted with it)
+            # (an output itself would hold autograd's node of this call; a detached tensor shares its version)
             seen = outputs[index].detach()
             self.outputs.append((index, seen, tensor_storage.version(seen)))
 
     def check(self, flat: Sequence[Any], *, whole: bool) -> None:
-        """Raise `StepError`, a `RuntimeError` with autograd's words, if something that the backward reads is not as it was. With `whole` the
-        forward runs again, and reads all its inputs but those that are there as they were before it."""
+        """Raise `StepError`, a `RuntimeError` with autograd's words, if something that the backward reads has changed.
+        With `whole` the forward runs again, and reads all of its inputs; those that it writes to are kept as they were.
+        """
         late, weights = self.step.read_late
         inputs = range(len(flat)) if whole else late | self.sharing.read_inputs
         for at in sorted(inputs):
