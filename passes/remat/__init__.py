@@ -1,1 +1,1 @@
-"""Passes that compute values again in place of keeping them."""
+"""Passes that recompute values in place of saving them."""

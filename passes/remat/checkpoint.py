@@ -1,10 +1,12 @@
-"""Activation checkpointing: values of the forward are dropped, and computed again in the backward just before they are read.
+"""Activation checkpointing: values of the forward are dropped, and recomputed in the backward just before they are
+read.
 
-Here it is where the user says so: in modules, by a policy, in the model's own torch.utils.checkpoint regions. `rematerialize` does it within
-a memory. (Chen et al., 2016, "Training Deep Nets with Sublinear Memory Cost".)
+This pass recomputes where the user says so: in modules, by a policy, in the model's own torch.utils.checkpoint regions.
+`rematerialize` chooses what to recompute within a memory budget. (Chen et al., 2016, "Training Deep Nets with Sublinear
+Memory Cost".)
 
-What is computed again are copies in the backward phase, of the same operators on the same values: results are equal bit for
-bit. Random operators and collectives are never copied; what they gave is kept.
+Recomputed nodes are copies in the backward phase, of the same operators on the same values: results are equal bit for
+bit. Random operators and collectives are never copied; their results are saved.
 """
 
 from __future__ import annotations
@@ -27,11 +29,13 @@ from zgraph.torch_compat import aot
 
 @dataclass(frozen=True)
 class CheckpointOptions:
-    """`modules` are patterns of module paths ("blocks.*"): what runs inside of one is computed again, from what comes into it.
-    `policy` says of a node whether it is. With both empty: what the model's own torch.utils.checkpoint says."""
+    """Options of `checkpoint`. Without `modules` and `policy` the model's own torch.utils.checkpoint regions are
+    recomputed.
+    """
 
+    # patterns of module paths ("blocks.*"): each such module is recomputed from its inputs
     modules: tuple[str, ...] = ()
-    policy: Callable[[fx.Node], bool] | None = None
+    policy: Callable[[fx.Node], bool] | None = None  # returns whether a node of the forward is recomputed
 
 
 @graph_pass(
@@ -56,7 +60,7 @@ def checkpoint(program: Program, options: CheckpointOptions) -> dict[str, int]:
 
 
 def _chosen(policy: Callable[[fx.Node], bool], node: fx.Node) -> bool:
-    """What a user's policy says of a node. Raises `PlanError` where it raises."""
+    """Return whether a user's policy chooses a node. Raises `PlanError` where the policy raises."""
     try:
         return bool(policy(node))
     except Exception as error:
@@ -70,13 +74,15 @@ def _chosen(policy: Callable[[fx.Node], bool], node: fx.Node) -> bool:
 
 
 def _module_region(program: Program, node: fx.Node, patterns: tuple[str, ...]) -> object:
-    """The outermost module around a node that one of the patterns names, None for none."""
+    """Return the outermost module around a node that one of the patterns names, None for none."""
     return next((program.first_name(path) for path in program.modules_around(node) if matches([path], patterns)), None)
 
 
 def _leaves(node: fx.Node, region: dict[fx.Node, object]) -> bool:
-    """Does the forward read a value of a region outside of it, through views or not? Then it is kept: what runs there would
-    else be computed again from here on."""
+    """Return whether the forward reads a value of a region outside of it, through views or not.
+
+    Such a value is saved: otherwise recomputing what runs outside would recompute the region again.
+    """
     stack = [node]
     while stack:
         for user in stack.pop().users:

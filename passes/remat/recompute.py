@@ -1,13 +1,13 @@
-"""Computes parts of the forward again in the backward instead of saving them.
+"""Recomputes parts of the forward in the backward instead of saving them.
 
 Which values are saved is torch's min-cut (Zheng et al.'s and functorch's "min-cut rematerialization"): with kernels
-that fuse, writing and reading a cheap value costs more than making it again. Recomputed nodes are copies in the
+that fuse, writing and reading a cheap value costs more than computing it again. Recomputed nodes are copies in the
 backward phase just before their first use; random operators and collectives are never copied.
 
-Min-cut speaks of a graph in which equal nodes are one, and in which all that does not depend on a tangent may be
-computed, and saved, by the forward. Both are made so here first: where it saves a value that autograd made in the
-backward (a layer norm's 1 / n of the saved statistics), its own operands would otherwise be missing and be
-computed again from far up, through matrix products.
+Min-cut assumes a graph in which equal nodes are one, and in which the forward may compute, and save, all that does not
+depend on a tangent. This pass first brings the graph into this form: where min-cut saves a value that autograd made in
+the backward (a layer norm's 1 / n of the saved statistics), its own operands would otherwise be missing and be
+recomputed from far up, through matrix products.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def recompute(program: Program) -> dict[str, int]:
 
 
 def merge_equal(program: Program) -> int:
-    """Let the first of several equal nodes (same operator, same arguments) stand for all; returns how many went.
+    """Replace equal nodes (same operator, same arguments) by the first of them; return how many were removed.
 
     Safe for operators that neither draw numbers nor write: they give the same value bit for bit.
     """
@@ -77,9 +77,9 @@ def _key(arg: Any) -> Any:
 
 
 def hoist_saved(program: Program, saved: set[str]) -> int:
-    """Let the forward compute those of the `saved` values that the backward does; returns how many nodes moved.
+    """Let the forward compute the `saved` values that the backward computes; return how many nodes moved.
 
-    Each is made right after the last of its operands. Views of inputs stay where they are: they cost nothing there.
+    Each is computed right after the last of its operands. Views of inputs stay where they are: they cost nothing there.
     """
     moved = 0
 
@@ -113,8 +113,11 @@ def _view_of_input(node: fx.Node) -> bool:
 
 
 def recompute_all_but(program: Program, saved: set[str], by: str = "recompute") -> int:
-    """Copy into the backward every forward node that it reads and that is not named in `saved`; returns the copies. `by` is the
-    pass that makes them."""
+    """Copy into the backward every forward node that it reads and that is not named in `saved`; return how many were
+    copied.
+
+    `by` is the pass that makes the copies.
+    """
     copies: dict[fx.Node, fx.Node] = {}
 
     def again(node: fx.Node, before: fx.Node) -> fx.Node:
@@ -125,7 +128,7 @@ def recompute_all_but(program: Program, saved: set[str], by: str = "recompute") 
         for used in node.all_input_nodes:
             again(used, before)
         if node.target is operator.getitem and node.args[0] not in copies:
-            return node  # (an operator with several outputs was kept: these are kept, since it is no tensor itself)
+            return node  # (the outputs of a saved operator with several are saved, since it is no tensor itself)
         with program.graph.inserting_before(before):
             copies[node] = program.repeat(node, copies, by)
         return copies[node]

@@ -1,4 +1,6 @@
-"""The forward within a memory: what is kept and what is computed again is the best that a solver finds."""
+"""Chooses what the forward saves and what the backward recomputes: the fastest schedule that a solver finds within a
+memory budget.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,14 @@ from zgraph.program.program import Fact, Program
 
 @dataclass(frozen=True)
 class RematerializeOptions:
-    """`bytes` is what values between the forward and the backward, and what segments need while they run, may take; None:
-    every segment is computed again once. `costs` say how long operators take. `solver` is that of the program, or of one
-    that it is a copy of, where there is one already. So many other micro-batches are `waiting` for their backward, and what
-    the forward keeps for them counts in the bytes."""
+    """Options of `rematerialize`."""
 
+    # the most bytes of values between the forward and the backward, and of segments while they run, with what the forward
+    # saves for `waiting` micro-batches; None: every segment is recomputed once
     bytes: int | None = None
-    costs: Costs = field(default_factory=lambda: Costs(CPU))
-    solver: Solver | None = None
-    waiting: int = 0
+    costs: Costs = field(default_factory=lambda: Costs(CPU))  # says how long operators take
+    solver: Solver | None = None  # that of the program, or of one that it is a copy of; None to make one
+    waiting: int = 0  # how many other micro-batches wait for their backward
 
 
 @graph_pass(

@@ -1,4 +1,4 @@
-"""Replays a schedule of a chain in the graph: what it computes again becomes nodes of the backward."""
+"""Replays a schedule of a chain in the graph: recomputed nodes become nodes of the backward."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from zgraph.program.program import Program
 
 
 class Replay:
-    """Writes a schedule into a program: puts the backward's nodes into its order, with copies of the forward's between them."""
+    """The replay of a schedule in a program: it orders the backward's nodes, with copies of the forward's between them."""
 
     def __init__(self, program: Program, chain: Chain) -> None:
         self.program = program
         self.chain = chain
-        self.here: dict[fx.Node, fx.Node] = {n: n for n in chain.pinned}  # by storage: the value that is there now
+        self.here: dict[fx.Node, fx.Node] = {n: n for n in chain.pinned}  # by storage: the value that has it now
         self.copies = 0
         self.output = program.output_node()
 
     def run(self, schedule: Schedule) -> int:
-        """Returns the number of copies."""
+        """Replay the schedule and return the number of copies."""
         for node in self.chain.loose:
             self._place(node, {})
         self._follow(schedule, first=True)
-        self.program.graph.eliminate_dead_code()  # (forward nodes that only the backward read, and that it has copies of)
+        self.program.graph.eliminate_dead_code()  # (forward nodes that only the backward read, which reads copies now)
         return self.copies
 
     def _follow(self, schedule: Schedule, first: bool) -> None:
@@ -54,7 +54,9 @@ class Replay:
         self._drop(held)
 
     def _keep(self, values: Iterable[fx.Node], first: bool) -> list[fx.Node]:
-        """Let these storages be there: as the forward has made them, or computed again. Returns those that were not."""
+        """Make these storages available: as the forward has made them, or recomputed. Return those that were not
+        available before.
+        """
         wanted = [v for v in dict.fromkeys(values) if v not in self.here]
         memo: dict[fx.Node, fx.Node] = {}
         for value in sorted(wanted):
@@ -73,7 +75,7 @@ class Replay:
             self._place(node, memo)
 
     def _place(self, node: fx.Node, memo: dict[fx.Node, fx.Node]) -> None:
-        """Put a backward node next, after copies of what it reads of the forward that is not there."""
+        """Put a backward node next, after copies of the forward's values that it reads and that are not available."""
         for used in node.all_input_nodes:
             if used.op == "call_function" and info(used).phase is Phase.FORWARD:
                 now = self._again(used, memo)
@@ -82,11 +84,13 @@ class Replay:
         self.output.prepend(node)
 
     def _again(self, node: fx.Node, memo: dict[fx.Node, fx.Node]) -> fx.Node:
-        """The value of a forward node now: itself, or a copy at the end of what is placed so far."""
+        """Return a forward node's value as it is available now: itself, or a copy after the nodes that are placed so
+        far.
+        """
         if node.op != "call_function" or info(node).phase is not Phase.FORWARD:
             return node
         root = root_of(node)
-        # Of an input the forward's own view serves; and what came from other ranks is kept.
+        # Views of inputs need no copy, and results of collectives are always saved.
         if root.op == "placeholder" or self.here.get(root) is root or collectives.is_wait(node):
             return node
         if node is root and node in self.here:
@@ -102,7 +106,7 @@ class Replay:
 
 
 def depth_of(schedule: Schedule) -> int:
-    """How often a segment is computed at most, besides in the forward."""
+    """Return how often a segment is computed at most, besides in the forward."""
     if isinstance(schedule, Keep):
         return 0 if schedule.rest is None else depth_of(schedule.rest)
     rest = 0 if schedule.rest is None else depth_of(schedule.rest)

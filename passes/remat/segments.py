@@ -1,15 +1,16 @@
-"""The forward as a chain of segments, and what keeping, dropping and recomputing their values costs.
+"""The forward as a chain of segments, and the cost of saving, dropping and recomputing their values.
 
-A captured program is cut where little crosses from what was computed to what will be: between the layers of most models,
-whatever they are called. Backward nodes belong to the segment whose values they read. For each segment there are *ways*:
-sets of its values that a forward may leave for its backward, from all of them to none, each with its bytes and with the time
-that the rest takes to be made again.
+A captured program is cut where few bytes cross from computed nodes to later ones: between the layers of most models,
+whatever they are called. Backward nodes belong to the segment whose values they read. For each segment there are
+*ways*: sets of its values that a forward may save for its backward, from all of them to none, each with its bytes and
+with the time to recompute the rest.
 
-What crosses a cut is held as a whole. Values that cross much of the program (masks, rotary tables, long skips), that leave
-it, and that were drawn at random are *pinned*: the forward makes them once and they stay.
+The values that cross a cut are saved together or not at all. Values that cross much of the program (masks, rotary
+tables, long skips), that leave it, and that were drawn at random are *pinned*: the forward computes them once and they
+stay.
 
-Segments with ways are those of Rockmate (Zhao et al., 2023, "Rockmate: an Efficient, Fast, Automatic and Generic Tool for
-Re-materialization in PyTorch"); here they are found by bytes, and no module or block has to be named.
+Segments with ways are those of Rockmate (Zhao et al., 2023, "Rockmate: an Efficient, Fast, Automatic and Generic Tool
+for Re-materialization in PyTorch"); here they are found by bytes, and no module or block has to be named.
 """
 
 from __future__ import annotations
@@ -31,51 +32,42 @@ from zgraph.program.node import Phase, info, value
 from zgraph.program.program import InputRole, OutputRole, Program
 
 FLAT = 1.1  # crossings within this factor are equal
-LONG = 0.25  # a value that is read after so much of the forward is pinned
+LONG = 0.25  # a value that is read after this share of the forward is pinned
 MOST = 96  # segments
-SHARED = 0.5  # of what crosses a cut: more may not cross the next one as well
-MIN_SHARE = 0.002  # of all bytes are made in a segment at least
+SHARED = 0.5  # the largest share of the bytes at a cut that may cross the next cut as well
+MIN_SHARE = 0.002  # of all bytes of the forward, before the first cut and after the last one at least
 WAYS = 10  # of a segment
 
 
 @dataclass(frozen=True)
 class Way:
-    """`kept` values (storages) of a segment stay from its forward to its backward: `bytes` of them that do not cross the
-    cut behind it, and `shared` bytes that do. The rest takes `seconds` to make again. `forward` and `backward` are the bytes
-    that are live at most while each runs, besides what crosses the cut before the segment; `whole` are those of the backward
-    with that, as long as it is read there. The backward of one that is `alone` does not read it."""
+    """A set of a segment's values that stay from its forward to its backward, and what it costs."""
 
-    kept: frozenset[fx.Node]
-    bytes: int
-    shared: int
-    seconds: float
-    forward: int
-    backward: int
-    whole: int
-    alone: bool
+    kept: frozenset[fx.Node]  # the storages that stay
+    bytes: int  # of the kept values that do not cross the cut after the segment
+    shared: int  # bytes of the kept values that cross it
+    seconds: float  # to recompute the other values
+    forward: int  # bytes that are live at most while the forward runs, without what crosses the cut before the segment
+    backward: int  # the same for the backward
+    whole: int  # the same for the backward with what crosses the cut before the segment, as long as it is read
+    alone: bool  # whether the backward does not read what crosses the cut before the segment
 
 
 @dataclass(eq=False)
 class Segment:
-    """Nodes of the forward between two cuts, in order, and the nodes of the backward that belong to them.
+    """Nodes of the forward between two cuts, and the nodes of the backward that belong to them."""
 
-    `before` and `behind` are the storages that cross the cuts on either side. `needs` are the storages that its backward
-    reads besides `before`. `gradients` are the bytes of results that its backward makes, `tangents` those of other backward
-    values that come into it, `dying` the ones among these that no earlier segment's reads. `ways` are ordered by bytes: the
-    first keeps nothing, the last all.
-    """
-
-    nodes: list[fx.Node]
-    backward: list[fx.Node]
-    before: frozenset[fx.Node] = frozenset()
-    behind: frozenset[fx.Node] = frozenset()
-    needs: frozenset[fx.Node] = frozenset()
-    seconds: float = 0.0
-    backward_seconds: float = 0.0
-    gradients: int = 0
-    tangents: int = 0
-    dying: frozenset[fx.Node] = frozenset()
-    ways: list[Way] = field(default_factory=list)
+    nodes: list[fx.Node]  # the forward's nodes, in order
+    backward: list[fx.Node]  # the backward's nodes, in order
+    before: frozenset[fx.Node] = frozenset()  # the storages that cross the cut before it
+    behind: frozenset[fx.Node] = frozenset()  # the storages that cross the cut after it
+    needs: frozenset[fx.Node] = frozenset()  # its own storages that its backward reads
+    seconds: float = 0.0  # its forward takes
+    backward_seconds: float = 0.0  # its backward takes
+    gradients: int = 0  # bytes of the parameters' gradients that its backward makes
+    tangents: int = 0  # bytes of values of later segments' backwards that are live when its backward begins
+    dying: frozenset[fx.Node] = frozenset()  # the storages of these that no earlier segment's backward reads
+    ways: list[Way] = field(default_factory=list)  # ordered by bytes: the first keeps nothing, the last all
 
     @property
     def input_bytes(self) -> int:
@@ -88,15 +80,14 @@ class Segment:
 
 @dataclass(eq=False)
 class Chain:
-    """A program's segments, the storages that stay from the forward on, and backward nodes that belong to no segment
-    (they stand where they stood: before all others)."""
+    """A program's segments and pinned values."""
 
-    segments: list[Segment]
-    pinned: frozenset[fx.Node]
-    loose: list[fx.Node]
+    segments: list[Segment]  # in order
+    pinned: frozenset[fx.Node]  # the storages that stay from the forward on
+    loose: list[fx.Node]  # backward nodes that belong to no segment; they run before all others
 
     def on(self, program: Program) -> Chain:
-        """This chain on a copy of its program, whose nodes have the same names."""
+        """Return this chain on a copy of its program, whose nodes have the same names."""
         named = {n.name: n for n in program.graph.nodes}
 
         def each(nodes: Iterable[fx.Node]) -> list[fx.Node]:
@@ -118,7 +109,9 @@ class Chain:
 
 
 def chain_of(program: Program, costs: Costs, apart: float = 2.0) -> Chain:
-    """Cut a captured program into its chain. Between two cuts `apart` times as many bytes are made, at least, as cross them."""
+    """Cut a captured program into its chain. Between two cuts at least `apart` times as many bytes are made as cross
+    them.
+    """
     return _Builder(program, costs, apart).build()
 
 
@@ -130,7 +123,7 @@ class _Builder:
         self.fused = costs.fused
         nodes = list(program.graph.nodes)
         self.on = sources(nodes, fused=False)
-        # Values that take no memory where they are neither kept nor cross a cut: they are then written anew in their readers.
+        # Values that take no memory where they are neither saved nor cross a cut: kernels of their readers compute them.
         inside = sources(nodes, fused=costs.fused)
         self.inlined = {n for n in nodes if self.on[n] == (n,) != inside[n]}
         calls = [n for n in program.graph.nodes if n.op == "call_function"]
@@ -140,12 +133,14 @@ class _Builder:
         self.last: dict[fx.Node, int] = {}  # position of the last forward reader of a storage
         for i, node in enumerate(self.forward):
             for root in (*self.on[node], *self.storages(node)):
-                if root in self.at and isinstance(value(root), torch.Tensor):  # (several results are values each)
+                if root in self.at and isinstance(
+                    value(root), torch.Tensor
+                ):  # (each result of a tuple is a value by itself)
                     self.last[root] = i
         self.results = {root_of(n) for p, n in program.output_items() if p.role is not OutputRole.GRADIENT}
         gradients = {p.name: root_of(n) for p, n in program.output_items() if p.role is OutputRole.GRADIENT}
         self.gradient_outputs = set(gradients.values())
-        self.parts = {  # how many ranks will share a gradient
+        self.parts = {  # over how many ranks each gradient will be sharded
             gradients[name]: program.mesh[str(spec.shard_dim)]
             for name, spec in program.params.items()
             if name in gradients and spec.shard_dim is not None
@@ -156,13 +151,13 @@ class _Builder:
         }
 
     def storages(self, node: fx.Node) -> list[fx.Node]:
-        """The storages that a node reads."""
+        """Return the storages that a node reads."""
         return [s for used in node.all_input_nodes for s in self.on[used]]
 
     def build(self) -> Chain:
         cuts = _few(self._unshared(self._cuts()), self.crossing)
         bounds = [0, *cuts, len(self.forward)]
-        place = {}  # of each forward node: its segment
+        place = {}  # the segment of each forward node
         for number, (begin, end) in enumerate(itertools.pairwise(bounds)):
             place.update(dict.fromkeys(self.forward[begin:end], number))
         parts, loose = self._backward_parts(place, len(bounds) - 1)
@@ -176,7 +171,7 @@ class _Builder:
             read -= self.pinned | segment.before
             self.pinned |= {
                 r for r in read if place[r] != number
-            }  # (read by an earlier segment's backward than its own)
+            }  # (the backward of another segment than its own reads it)
             segment.needs = frozenset(r for r in read if place[r] == number)
         self._backward_crossings(segments)
         known: dict[str, list[tuple[frozenset[int], Way]]] = {}
@@ -192,7 +187,9 @@ class _Builder:
 
     # -- cuts -----------------------------------------------------------------------------------------------------------
     def _cuts(self) -> list[int]:
-        """Positions before which the forward may be cut: where no more bytes cross than anywhere near."""
+        """Return the positions before which the forward may be cut: where no more bytes cross than at any position
+        near.
+        """
         change = [0] * (len(self.forward) + 2)
         made = [0] * (len(self.forward) + 1)  # bytes made before each position
         for node, last in self.last.items():
@@ -220,8 +217,9 @@ class _Builder:
         return found
 
     def _unshared(self, cuts: list[int]) -> list[int]:
-        """Without cuts that much the same values cross as another one next to them, which fewer cross: what crosses two
-        cuts is counted at both."""
+        """Drop each cut that is crossed by mostly the same values as a neighbour with fewer bytes: they would count at
+        both.
+        """
         kept: list[int] = []
         for cut in cuts:
             while kept and self._shared(kept[-1], cut) > SHARED * min(self.crossing[kept[-1]], self.crossing[cut]):
@@ -236,7 +234,7 @@ class _Builder:
         return sum(map(most_bytes, self._crossing_at(first) & self._crossing_at(second)))
 
     def _inside(self, position: int) -> bool:
-        """Would a cut here part an operator of several results from them?"""
+        """Return whether a cut here would separate an operator with several results from them."""
         return position < len(self.forward) and self.forward[position].target is operator.getitem
 
     def _crossing_at(self, position: int) -> frozenset[fx.Node]:
@@ -246,9 +244,16 @@ class _Builder:
 
     # -- the backward ----------------------------------------------------------------------------------------------------
     def _backward_parts(self, place: dict[fx.Node, int], count: int) -> tuple[list[list[fx.Node]], list[fx.Node]]:
-        """The backward's nodes by segment. One that reads a value of the forward belongs to the segment of that value's last
-        forward reader, but not after those of its operands. Any other stands with its first reader."""
-        given = (InputRole.TANGENT, InputRole.RETURNED, InputRole.SCALE)  # what every segment may read, but for inputs
+        """Return the backward's nodes by segment, and those that belong to none.
+
+        One that reads a value of the forward belongs to the segment of that value's last forward reader, or to the
+        first of its operands' segments if that comes before. Any other belongs to the segment of its first reader.
+        """
+        given = (
+            InputRole.TANGENT,
+            InputRole.RETURNED,
+            InputRole.SCALE,
+        )  # the backward's inputs: any segment may read them
         free = {node for port, node in self.program.input_items() if port.role in given}
         most: dict[fx.Node, int] = dict.fromkeys(free, count - 1)
         tangents = set(free)
@@ -285,7 +290,7 @@ class _Builder:
         return parts, loose
 
     def _backward_crossings(self, segments: Sequence[Segment]) -> None:
-        """Sets the segments' `tangents` and `dying`."""
+        """Set the segments' `tangents` and `dying`."""
         owner = {root_of(n): i for i, s in enumerate(segments) for n in s.backward}
         until: dict[fx.Node, int] = {}
         for i, segment in enumerate(segments):
@@ -301,7 +306,7 @@ class _Builder:
 
     # -- ways -----------------------------------------------------------------------------------------------------------
     def _ways(self, segment: Segment, known: dict[str, list[tuple[frozenset[int], Way]]]) -> list[Way]:
-        """The ways of a segment, solved once for segments of equal nodes."""
+        """Return the ways of a segment, found once for segments of equal nodes."""
         index = {n: i for i, n in enumerate(segment.nodes)}
         key = self._signature(segment, index)
         if key not in known:
@@ -324,8 +329,12 @@ class _Builder:
 
 
 class _Ways:
-    """Finds a segment's ways: from all that its backward needs, the value that saves most bytes per second goes first. One that can
-    be made of what comes into the segment only saves none, if this would not have to be there but for it."""
+    """A search for a segment's ways, from all values that its backward needs: the value that saves most bytes per
+    second is dropped next.
+
+    A value whose recomputation alone makes the backward read the segment's input saves only the bytes beyond those of
+    the input.
+    """
 
     def __init__(self, segment: Segment, builder: _Builder) -> None:
         self.segment = segment
@@ -353,7 +362,9 @@ class _Ways:
         return _thinned(ways)
 
     def _again(self, order: list[fx.Node]) -> tuple[float, bool]:
-        """The seconds of what a backward of this order makes again, and whether it is alone."""
+        """Return the seconds of what a backward of this order recomputes, and whether it does not read the segment's
+        input.
+        """
         again = set(order)
         seconds = sum(self.seconds.get(n, 0.0) for n in self.segment.nodes if n in again)
         return seconds, self.segment.before.isdisjoint(r for n in order for r in self.storages(n))
@@ -373,7 +384,9 @@ class _Ways:
         return self._peak(self.segment.nodes, set(), stays, self.given, 0)
 
     def _backward_peak(self, order: list[fx.Node], kept: frozenset[fx.Node], there: bool) -> int:
-        """Is what comes into the segment `there` all the time, or until it was read?"""
+        """Return the most bytes at once in the backward, with the segment's input `there` all the time (and not
+        counted), or until it is read.
+        """
         segment = self.segment
         passing = segment.tangents - sum(map(most_bytes, segment.dying))
         live, given = kept | segment.dying, frozenset(self.given)
@@ -388,8 +401,11 @@ class _Ways:
         given: Iterable[fx.Node],
         base: int,
     ) -> int:
-        """The most bytes at once: `base`, the storages `live` at first, and those that are made, each until its last reader or, if
-        it `stays`, for good. Of `given` nothing counts."""
+        """Return the most bytes at once.
+
+        They are `base`, the storages `live` at first, and those that are made, each until its last reader or, if it
+        `stays`, to the end. Storages in `given` count nothing.
+        """
         given, stays, fixed = set(given), set(stays), set(live) - self.segment.dying
         last: dict[fx.Node, int] = {}
         on: dict[fx.Node, tuple[fx.Node, ...]] = {}
@@ -425,8 +441,10 @@ class _Ways:
 
 
 def backward_order(segment: Segment, available: Collection[fx.Node]) -> list[fx.Node]:
-    """The order in which a segment's backward runs if of its storages only the `available` ones are there: its nodes, and
-    those of the forward that must run again, each just before its first reader."""
+    """Return the order in which a segment's backward runs if only the `available` ones of its storages exist.
+
+    It has the backward's nodes and the forward's recomputed ones, each just before its first reader.
+    """
     own = set(segment.nodes)
     made: set[fx.Node] = set()
     order: list[fx.Node] = []
@@ -434,7 +452,7 @@ def backward_order(segment: Segment, available: Collection[fx.Node]) -> list[fx.
     def make(node: fx.Node) -> None:
         if node in made or node not in own or (root_of(node) is node and node in available):
             return
-        if collectives.is_wait(node):  # (what came from other ranks is kept)
+        if collectives.is_wait(node):  # (results of collectives are always saved)
             return
         for used in node.all_input_nodes:
             make(used)
@@ -449,7 +467,9 @@ def backward_order(segment: Segment, available: Collection[fx.Node]) -> list[fx.
 
 
 def _thinned(ways: list[Way]) -> list[Way]:
-    """At most `WAYS`, with the first and the last, none of which another one beats in bytes and in seconds."""
+    """Return at most `WAYS` ways, with the first and the last, without those that another way beats in bytes and in
+    seconds.
+    """
     best: list[Way] = []
     for way in ways:
         while best and best[-1].seconds <= way.seconds and len(best) > 1:
@@ -466,7 +486,7 @@ def _thinned(ways: list[Way]) -> list[Way]:
 
 
 def _few(cuts: list[int], crossing: Sequence[int]) -> list[int]:
-    """At most `MOST` - 1 of the cuts, evenly spread."""
+    """Return at most `MOST` - 1 of the cuts, evenly spread."""
     if len(cuts) < MOST:
         return cuts
     step = len(cuts) / (MOST - 1)

@@ -1,14 +1,17 @@
-"""Which segments of a chain keep what, and which are computed again, how often: the fastest order within a memory.
+"""Chooses which segments of a chain keep what, and which are recomputed, how often: the fastest schedule within a
+memory budget.
 
-A dynamic program over segments i to j with `m` bytes to spend. Segment i's values are kept by one of its ways, and the segments
-behind it get what is left; or it is computed up to some segment k, of which only the input is kept, and once k to j are done
-all over again. This is Rotor (Beaumont et al., 2019, "Optimal checkpointing for heterogeneous chains: how to train deep neural
-networks with limited memory"), with ways as in Rockmate, and with gradients, which grow while the backward goes on. What comes
-into segment i is held from outside; or the `m` bytes have to do for it too, as long as it is read. Bytes are counted in slots, so
-that a table has as many columns for a large model as for a small one.
+A dynamic program over segments i to j with `m` bytes to spend. Either segment i's values are kept by one of its ways,
+and the segments after it get the bytes that are left; or the forward runs up to some segment k, of which only the input
+is kept, and once k to j are done i to k - 1 are computed again. This is Rotor (Beaumont et al., 2019, "Optimal
+checkpointing for heterogeneous chains: how to train deep neural networks with limited memory"), with ways as in
+Rockmate, and with gradients, which grow while the backward goes on. The input of segment i is held from outside; or the
+`m` bytes have to do for it too, as long as it is read. Bytes are counted in slots, so that a table has as many columns
+for a large model as for a small one.
 
-In a pipeline other micro-batches wait between their forward and their backward (`WaitingRotor`): what the first run of the forward keeps is
-there once for each of them, what is made again only once. So tables of the first run have a second dimension: what it keeps at most.
+In a pipeline other micro-batches wait between their forward and their backward (`WaitingRotor`): what the first run of
+the forward keeps is in memory once for each of them, what is recomputed only once. So tables of the first run have a
+second dimension: the most bytes that it keeps.
 """
 
 from __future__ import annotations
@@ -26,58 +29,62 @@ from zgraph.passes.remat.segments import Chain, Segment, Way, chain_of
 from zgraph.program.program import Program
 
 SLOTS = 1500
-ROWS = 48  # sizes of what a forward keeps, where others wait
-SLOWEST = 2.0  # of the time that keeping all takes: no schedule that takes longer is of use
-APART = (2.0, 1.0)  # of the cuts of coarse and of fine chains (see `chain_of`)
+ROWS = 48  # rows of a table: sizes of what a forward keeps, where other micro-batches wait
+SLOWEST = 2.0  # times the time that keeping all takes: slower schedules are of no use
+APART = (2.0, 1.0)  # the distances between cuts in coarse and in fine chains (see `chain_of`)
 
 
 @dataclass(frozen=True)
 class Keep:
-    """Run a segment's forward and leave what its `way` keeps; then `rest`, of the segments behind it (None: there are none); then
-    its backward."""
+    """A schedule that runs a segment's forward and keeps what its way keeps, then runs `rest`, then the segment's
+    backward.
+    """
 
-    segment: int
-    way: int
-    rest: Schedule | None
+    segment: int  # the segment's position
+    way: int  # the position of the way among the segment's
+    rest: Schedule | None  # the schedule of the segments after it, None if there are none
 
 
 @dataclass(frozen=True)
 class Again:
-    """Run the forward up to segment `until` and keep nothing but what comes into it; then `rest`, which begins there; then the
-    segments before it all over, as `later` says. Without a rest (None) the forward is run to its end, and nothing is kept of it."""
+    """A schedule that runs the forward up to a segment and keeps only that segment's input, then runs `rest`, then
+    recomputes the segments before it.
+    """
 
-    until: int
+    until: int  # the segment
+    # the schedule that begins with it; None: the forward runs to its end, and nothing is kept of it
     rest: Schedule | None
-    later: Schedule
+    later: Schedule  # the schedule of the segments before it, when they are computed again
 
 
 Schedule = Keep | Again
 
 
 class _Key(NamedTuple):
-    """A table: segments `i` to `j`, in the forward's `first` run or later, with what comes into i `held` from outside or not."""
+    """The key of a table: a range of segments and how they run."""
 
-    i: int
-    j: int
-    first: bool
-    held: bool
+    i: int  # the first segment
+    j: int  # the last segment
+    first: bool  # whether they run for the first time in the forward, or later
+    held: bool  # whether the input of segment i is held from outside
 
 
 class _Choice(NamedTuple):
-    """What may be done with the segments of a table: "keep" segment i by the way of that `number`, or compute up to the segment
-    of that number and "again" later. `seconds` are its own, `least` the fewest slots that it needs,
-    and `parts` the tables that it goes on with, each with the slots that this one does not get."""
+    """One way to run the segments of a table."""
 
-    kind: str
-    number: int
-    seconds: float
-    least: int
-    parts: list[tuple[_Key, int]]
+    kind: str  # "keep": keep values of segment i; "again": run up to another segment and recompute later
+    number: int  # the way by which it is kept, or the other segment
+    seconds: float  # its own, without the parts'
+    least: int  # the fewest slots that it needs
+    parts: list[tuple[_Key, int]]  # the tables of the other segments, each with the slots that it does not get
 
 
 class Rotor:
-    """The table for one chain. `bytes` is the most that any schedule has a use for. One that is not `strict` counts only what is held
-    from one segment to another, not what segments need while they run, which is known less well."""
+    """The tables for one chain. `bytes` is the most that any schedule has a use for.
+
+    One that is not `strict` counts only what is held from one segment to another, not what segments need while they
+    run, which is known less well.
+    """
 
     def __init__(self, segments: Sequence[Segment], strict: bool = True, slots: int = SLOTS) -> None:
         self.segments = segments
@@ -85,11 +92,15 @@ class Rotor:
         n = len(segments)
         self.bytes = _most(segments)
         self.slot = max(self.bytes / slots, 1.0)
-        self.slots = slots + 2 * n + 2  # (sizes are rounded to slots: what keeps all may take so many more)
+        self.slots = (
+            slots + 2 * n + 2
+        )  # (sizes are rounded to slots: a schedule that keeps all may take up to 2 n + 2 more)
         self.enter = [self._in_slots(s.input_bytes) for s in segments] + [0]
         self.cost = np.concatenate([[0.0], np.cumsum([s.seconds for s in segments])])
         grads = itertools.accumulate((s.gradients for s in segments), initial=0)
-        self.grads = [self._in_slots(size) for size in grads]  # (sums are rounded: they add up, however parted)
+        self.grads = [
+            self._in_slots(size) for size in grads
+        ]  # (sums are rounded, not terms: so differences of sums add up)
         self.tangents = [self._in_slots(s.tangents) for s in segments]
         self.tables: dict[_Key, NDArray[np.float64]] = {}
         for length in range(1, n + 1):
@@ -100,21 +111,23 @@ class Rotor:
         self.whole = _Key(0, n - 1, first=True, held=True)
 
     def sizes(self) -> list[int]:
-        """The bytes from which on there is a schedule, and from which on there is a faster one, ascending."""
+        """Return the bytes from which on there is a schedule, and from which on there is a faster one, ascending."""
         found = self.tables[self.whole]
         faster = np.flatnonzero(found < np.concatenate([[np.inf], found[:-1]]))
         return [int(column * self.slot) + 1 for column in faster] or [self.bytes]
 
     def least(self) -> int:
-        """The fewest bytes for which there is a schedule."""
+        """Return the fewest bytes for which there is a schedule."""
         return self.sizes()[0]
 
     def seconds(self, size: int) -> float:
-        """What the best schedule within `size` bytes takes; infinite if there is none."""
+        """Return the seconds of the best schedule within `size` bytes; infinite if there is none."""
         return float(self.tables[self.whole][self._column(size)])
 
     def schedule(self, size: int) -> Schedule | None:
-        """The best schedule within `size` bytes of what lives between the forward and the backward."""
+        """Return the best schedule within `size` bytes of what lives between the forward and the backward, None if
+        there is none.
+        """
         column = self._column(size)
         return None if np.isinf(self.tables[self.whole][column]) else self._read(self.whole, column)
 
@@ -146,11 +159,11 @@ class Rotor:
         behind = 0 if first else self.tangents[j]
         comes = 0 if held else self.enter[i]
         ways = list(enumerate(segment.ways))
-        if i == j:  # of the last segment the forward goes over into the backward
+        if i == j:  # the last segment's backward follows its forward directly
             ways = ways[-1:] if first else ways[:1]
         for number, way in ways:
             if number == 0 and i < j and len(ways) > 1 and not way.kept:
-                continue  # (to keep nothing is to compute all again)
+                continue  # (keeping nothing is the same as recomputing all)
             forward = self._in_slots(way.forward) + comes + behind if i < j or first else 0
             grown = self.grads[j + 1] - self.grads[i + 1]
             least = max(forward, self._in_slots(way.backward if held else way.whole) + grown)
@@ -168,7 +181,9 @@ class Rotor:
             yield _Choice("again", k, float(self.cost[k] - self.cost[i]), least, parts)
 
     def _behind(self, key: _Key, way: Way) -> list[list[tuple[_Key, int]]]:
-        """How the segments behind one that is kept this way may go on: what it shares with their input counts once."""
+        """Return how the segments after one that is kept this way may go on: what it shares with their input counts
+        once.
+        """
         rest = key._replace(i=key.i + 1, held=False)
         spent = self._in_slots(way.bytes) + (0 if key.held or way.alone else self.enter[key.i])
         if not way.shared:
@@ -177,7 +192,7 @@ class Rotor:
         return [[(rest._replace(held=True), spent + self.enter[key.i + 1])], [(rest, spent + shared)]]
 
     def _read(self, key: _Key, column: int) -> Schedule:
-        """The schedule behind a cell of the table."""
+        """Return the schedule of a cell of the table."""
         best, chosen = np.inf, None
         for choice in self._choices(key):
             if column < self._least(choice) or any(column < spent for _, spent in choice.parts):
@@ -193,12 +208,14 @@ class Rotor:
 
 
 class WaitingRotor(Rotor):
-    """The table for a chain whose forward runs for so many `others` before its backward does. All bytes are those of the
-    schedule's own values and of what the forward has kept for the others."""
+    """The tables for a chain whose forward runs for `others` further micro-batches before its backward does.
+
+    All bytes are those of the schedule's own values and of what the forward has kept for the others.
+    """
 
     def __init__(self, segments: Sequence[Segment], others: int, strict: bool = True, slots: int = SLOTS) -> None:
         super().__init__(segments, strict, slots)
-        self.row = -(-self.slots // ROWS)  # (slots)
+        self.row = -(-self.slots // ROWS)  # slots in a row
         self.kept: dict[_Key, NDArray[np.float64]] = {}
         for i in range(len(segments) - 1, -1, -1):
             for held in (True, False):
@@ -246,7 +263,7 @@ class WaitingRotor(Rotor):
             np.minimum(best, total, out=best)
 
     def _table(self, key: _Key, kept: int) -> NDArray[np.float64]:
-        """A table as one sees it that has kept so many rows before; [row, column], or all rows alike."""
+        """Return a table [row, column], or one row for all, shifted by the `kept` rows that were kept before."""
         if not key.first:
             return self.tables[key][None]
         found = np.full_like(self.kept[key], np.inf)
@@ -254,14 +271,14 @@ class WaitingRotor(Rotor):
         return found
 
     def _first_choices(self, key: _Key) -> Iterator[tuple[_Choice, int]]:
-        """What may be done in the first run, and how many rows of bytes that keeps for the backward."""
+        """Yield the choices for the first run, each with the rows of bytes that it keeps for the backward."""
         i, j, _, held = key
         comes = 0 if held else self.enter[i]
         for choice in self._choices(key):
             if choice.parts:
                 yield choice, self._in_rows(choice.parts[0][1])
         forwards = [self._in_slots(s.ways[0].forward) + self.enter[at] for at, s in enumerate(self.segments[i:], i)]
-        if i == j:  # (what the last segment keeps is there as long as the others')
+        if i == j:  # (the last segment's kept values live as long as those of the other micro-batches)
             for number, way in enumerate(self.segments[i].ways):
                 spent = self._in_slots(way.bytes) + (0 if held or way.alone else self.enter[i])
                 needed = self._in_slots(way.backward if held else way.whole)
@@ -298,10 +315,13 @@ class WaitingRotor(Rotor):
 
 
 class Solver:
-    """The best schedules of a program, whose forward is cut both coarsely and finely: of fine segments fewer values need be there at
-    once, but more values cross their cuts. For fewer bytes than those that segments seem to need, less is held between fine ones:
-    it may be that they do not need so many. `sizes` are the bytes from which on there is a schedule, and from which on there is a
-    faster one, ascending; `least()` is one of them. Where so many micro-batches are `waiting` besides, bytes are those of all of them."""
+    """The best schedules of a program, whose forward is cut both coarsely and finely: fine segments need fewer values
+    at once, but more values cross their cuts.
+
+    For fewer bytes than segments seem to need, a schedule of fine segments counts only what is held between them: their
+    needs may be overestimated. `sizes` are the bytes from which on there is a schedule, and from which on there is a
+    faster one, ascending; `least()` is one of them. With other micro-batches `waiting`, bytes are those of all of them.
+    """
 
     def __init__(self, program: Program, costs: Costs, waiting: int = 0) -> None:
         def rotor(chain: Chain, strict: bool = True) -> Rotor:
@@ -315,15 +335,15 @@ class Solver:
         self.sizes = self._sizes()
 
     def least(self) -> int:
-        """The fewest bytes for which there is a schedule, as far as segments' needs are known."""
+        """Return the fewest bytes for which there is a schedule, as far as segments' needs are known."""
         return self.known
 
     def seconds(self, size: int) -> float:
-        """What the best schedule within `size` bytes takes."""
+        """Return the seconds of the best schedule within `size` bytes."""
         return min(rotor.seconds(size) for _, rotor in self._those_for(size))
 
     def schedule(self, size: int) -> tuple[Chain, Schedule]:
-        """The best schedule within `size` bytes, or the least that there is one for, and the chain that it is of."""
+        """Return the best schedule within `size` bytes, or within the least for which there is one, and its chain."""
         size = max(size, self.sizes[0])
         chain, rotor = min(self._those_for(size), key=lambda way: way[1].seconds(size))
         found = rotor.schedule(size)
@@ -345,7 +365,7 @@ class Solver:
 
 
 def _most(segments: Sequence[Segment]) -> int:
-    """The bytes at the peak of the schedule that computes nothing again."""
+    """Return the bytes at the peak of the schedule that recomputes nothing."""
     most = held = gradients = 0
     kept = []
     for segment, later in zip(segments, [*segments[1:], None], strict=True):
@@ -362,7 +382,7 @@ def _most(segments: Sequence[Segment]) -> int:
 
 
 def every_segment_again(segments: Sequence[Segment], first: int = 0) -> Schedule:
-    """The schedule of full activation checkpointing: what comes into each segment is kept, and nothing else."""
+    """Return the schedule of full activation checkpointing: the input of each segment is kept, and nothing else."""
     last = len(segments) - 1
     if first == last:
         return Keep(last, len(segments[last].ways) - 1, None)

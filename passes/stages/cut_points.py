@@ -1,13 +1,15 @@
 """Where a captured program is cut into pipeline stages.
 
-`find_cuts` decides, once, on the first training program: by blocks, parameters, modules of a class or of a name, or simulated time. What it
-gives, `Cuts`, can be compared between ranks and applied (`assign`) to the program of every other signature of the model: it counts the reads of
-parameters, which are the same there, and not other operators, which depend on shapes and modes.
+`find_cuts` decides, once, on the first training program: by blocks, parameters, modules of a class or of a name, or
+simulated time. Its result, `Cuts`, can be compared between ranks and applied (`assign`) to the program of every other
+signature of the model: it counts the reads of parameters, which are the same in all, and not other operators, which
+depend on shapes and modes.
 
-"time" and "parameters" are min-max partitions of a row into contiguous parts: exact dynamic programs over the places between anchors, in
-O(stages x anchors²) (Hansen and Lih, 1992, "Improved algorithms for partitioning problems in parallel, pipelined, and distributed
-computing"). Since the near sides of all minimum cuts are nested, what a stage takes depends on its own two cuts only. Of all partitions
-with the smallest maximum the one whose stages receive fewest bytes is taken: each counts what it reads of earlier ones, once.
+"time" and "parameters" are min-max partitions of a row into contiguous parts: exact dynamic programs over the places
+between anchors, in O(stages x anchors²) (Hansen and Lih, 1992, "Improved algorithms for partitioning problems in
+parallel, pipelined, and distributed computing"). Since the near sides of all minimum cuts are nested, what a stage
+takes depends on its own two cuts only. Of all partitions with the smallest maximum the one whose stages receive fewest
+bytes is taken: each stage counts a value that it reads of earlier stages once.
 """
 
 from __future__ import annotations
@@ -34,28 +36,26 @@ from zgraph.record import Record, joined
 from zgraph.units import shown_bytes
 
 Table = NDArray[np.float64]
-EQUAL = 1e-9  # relative: times that differ by less are rounded sums of the same ones
+EQUAL = 1e-9  # relative: times that differ by less are sums of the same terms, rounded differently
 
 
 class Place(Record, frozen=True):
-    """One cut: behind the first `reads` reads of parameters, and behind `passed` of the `between` other anchors that come before the
-    next read."""
+    """One cut of a model's forward, in terms that hold for all of the model's programs."""
 
-    reads: int
-    passed: int
-    between: int
+    reads: int  # the number of parameters' reads before the cut
+    passed: int  # how many of the anchors between the last read before it and the next read come before it
+    between: int  # the number of these anchors
 
 
 class Cuts(Record, frozen=True):
-    """Where a model is cut: `places` in order, one fewer than stages, and the parameters that its forward reads, in order, by which these
-    are counted."""
+    """Where a model is cut."""
 
-    reads: tuple[str, ...]
-    places: tuple[Place, ...]
+    reads: tuple[str, ...]  # the parameters that its forward reads, in order; the places count them
+    places: tuple[Place, ...]  # in order, one fewer than stages
 
     @property
     def stages(self) -> int:
-        """How many there are."""
+        """The number of stages."""
         return len(self.places) + 1
 
     @property
@@ -66,22 +66,23 @@ class Cuts(Record, frozen=True):
 
 @dataclass(frozen=True)
 class Room:
-    """What a stage may take, for "time": its parameters' bytes times `states` (what a rank holds for each byte of them: the weight, its
-    gradient, optimizer states, as far as they are not sharded) and what a micro-batch saves times `in_flight` of the stage (how many
-    micro-batches wait for their backward at most) are to be within `budget` bytes. Several stages of one rank share its memory: the budget is
-    that of one."""
+    """The memory that a stage may take, for "time": `states` times its parameters' bytes plus `in_flight` times what a
+    micro-batch saves.
+    """
 
-    budget: int
+    budget: int  # bytes that a stage may take (stages of one rank share its memory: this is for one of them)
+    # what a rank holds for each byte of parameters: the weight, its gradient, optimizer states, as far as not sharded
     states: float
-    in_flight: tuple[int, ...]
+    in_flight: tuple[int, ...]  # how many micro-batches wait for their backward at most, by stage
 
 
 def assign(program: Program, cuts: Cuts) -> dict[fx.Node, int]:
-    """The stage of each operator of the program's forward, never smaller than that of an operand.
+    """Return the stage of each operator of the program's forward, never smaller than that of an operand.
 
-    Operators that every stage makes for itself (`zgraph.passes.stages.min_cuts.free_nodes`) have the first stage that reads them. Raises
-    `PlanError` if this program does not read the parameters that `cuts` were found by, or would have a stage without anything to do, or if
-    a cut would part a random operator from its state, or a buffer that changes from those that read it.
+    Operators that every stage makes for itself (`zgraph.passes.stages.min_cuts.free_nodes`) have the first stage that
+    reads them. Raises `PlanError` if this program does not read the parameters that `cuts` were found by, or would have
+    a stage without anything to do, or if a cut would separate a random operator from its state, or a buffer that
+    changes from its readers.
     """
     line = Line(program)
     positions = _positions(line, cuts)
@@ -170,7 +171,9 @@ def _place(anchors: Sequence[Anchor], position: int) -> Place:
 
 
 def _positions(line: Line, cuts: Cuts) -> list[int]:
-    """Where `cuts` are in a program; where other operators stand between the same reads, at the same share of them."""
+    """Return the positions of `cuts` in a program; if it has other operators between the same reads, at the same share
+    of them.
+    """
     anchors, reads = line.anchors, _reads(line.anchors)
     mine, theirs = _settled(reads), _settled(cuts.reads)
     if mine != theirs:
@@ -205,8 +208,12 @@ def _positions(line: Line, cuts: Cuts) -> list[int]:
 
 
 def _between_parameters(anchors: Sequence[Anchor], cuts: Cuts) -> list[int] | None:
-    """Where cuts are in a program that reads fewer parameters, or in another order (an evaluation without a head that only trains): behind all
-    that reads what was read before them alone, before all that reads what was read behind them. None where there is no such place."""
+    """Return the positions of cuts in a program that reads fewer parameters, or in another order (an evaluation without
+    a head that only trains).
+
+    Each comes after all anchors with a parameter that only the stages before it read, and before all with one that only
+    the stages after it read. None where there is no such position.
+    """
     if any(set(a.params) - set(cuts.reads) for a in anchors):
         return None
     found = []
@@ -221,7 +228,7 @@ def _between_parameters(anchors: Sequence[Anchor], cuts: Cuts) -> list[int] | No
 
 
 def _parted(line: Line, positions: list[int]) -> list[int]:
-    """These positions. Raises `PlanError` where there is nothing between two."""
+    """Return these positions. Raises `PlanError` where there is nothing between two."""
     bounds = [0, *positions, len(line.anchors)]
     if any(a >= b for a, b in itertools.pairwise(bounds)):
         raise PlanError(
@@ -234,7 +241,9 @@ def _parted(line: Line, positions: list[int]) -> list[int]:
 
 
 def _settled(reads: Sequence[str]) -> list[str]:
-    """Reads with those of one module in order of their names: whether it reads its weight or its bias first depends on the operator."""
+    """Return reads with those of one module in order of their names: whether a weight or a bias is read first depends
+    on the operator.
+    """
     found: list[str] = []
     run: list[str] = []
     for name in reads:
@@ -247,7 +256,7 @@ def _settled(reads: Sequence[str]) -> list[str]:
 
 # -- cuts that a plan names --------------------------------------------------------------------------------------------
 def _firsts(line: Line) -> dict[str, int]:
-    """The first anchor of each module, by all of its names."""
+    """Return the first anchor of each module, by all of its names."""
     found: dict[str, int] = {}
     for i, anchor in enumerate(line.anchors):
         for path in line.program.modules_around(anchor.node):
@@ -301,7 +310,7 @@ def _named(line: Line, stages: int, paths: Sequence[str], types: Mapping[str, st
 
 
 def _matching(line: Line, pattern: str, types: Mapping[str, str]) -> list[int]:
-    """The first anchors of the modules whose class name matches."""
+    """Return the first anchors of the modules whose class name matches."""
     try:
         regex = re.compile(pattern, re.IGNORECASE)
     except re.error as error:
@@ -316,7 +325,9 @@ def _matching(line: Line, pattern: str, types: Mapping[str, str]) -> list[int]:
 
 
 def _equal(starts: Sequence[int], stages: int, of: str) -> list[int]:
-    """Cuts between blocks that begin at `starts`, so that stages have equally many, or the earlier ones one more."""
+    """Return cuts between blocks that begin at `starts`, so that stages have equally many, or the earlier ones one
+    more.
+    """
     _refuse_number(stages, len(starts), of)
     return [starts[-(-k * len(starts) // stages)] for k in range(1, stages)]
 
@@ -350,17 +361,22 @@ def _searched(line: Line, stages: int, how: str, costs: Costs, room: Room | None
 
 
 def _table(loads: Iterable[Load], at: Mapping[fx.Node, int], count: int) -> Table:
-    """[a, b]: what a stage between points `a` and `b` takes, for operators that are `at` their points; infinite if b is not behind a."""
+    """Return [a, b]: the amount that a stage between points `a` and `b` takes, for operators that are `at` their
+    points; infinite if b <= a.
+    """
     return _between([(load.amount, 0, {at[n] for n in load.nodes}) for load in loads], count)
 
 
 def _between(amounts: Iterable[tuple[float, int, set[int]]], count: int) -> Table:
-    """[a, b]: the sum of those amounts that are there from a point not behind `a` on, and have one of their other points behind `a` and not
-    behind `b`; infinite if b is not behind a."""
+    """Return [a, b]: the sum of the amounts whose start is not after `a` and that have another point after `a` and not
+    after `b`.
+
+    It is infinite if b <= a.
+    """
     table = np.zeros((count + 1, count + 1))
     for amount, start, others in amounts:
         before = start
-        for point in sorted(others):  # the first of them behind each a from `before` on
+        for point in sorted(others):  # (each counts for the a from the point before it on)
             table[before, point] += amount
             table[point, point] -= amount
             before = point
@@ -370,7 +386,7 @@ def _between(amounts: Iterable[tuple[float, int, set[int]]], count: int) -> Tabl
 
 
 def _least(by_stage: Sequence[Table]) -> float:
-    """The smallest maximum over stages of what each takes."""
+    """Return the smallest maximum over stages of what each takes."""
     best = by_stage[0][0]
     for table in by_stage[1:]:
         best = np.maximum(best[:, None], table).min(axis=0)
@@ -378,7 +394,9 @@ def _least(by_stage: Sequence[Table]) -> float:
 
 
 def _lightest(by_stage: Sequence[Table], limit: float, received: Table) -> list[int]:
-    """The points of the cuts of which stages receive fewest bytes, of those in which none takes more than `limit`."""
+    """Return the points of the cuts whose stages receive fewest bytes, among cuts for which no stage takes more than
+    `limit`.
+    """
     total = np.where(by_stage[0][0] <= limit, 0.0, np.inf)
     before = []
     for table in by_stage[1:]:

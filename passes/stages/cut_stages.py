@@ -1,14 +1,16 @@
 """One joint program becomes one joint program for each pipeline stage.
 
-*Contract.* On entry the program is captured: plain, whole parameters, forward and backward in one graph, and each operator of its forward
-has a stage, none smaller than that of its operands. On exit each stage has a captured program of its own:
+*Contract.* On entry the program is captured: plain, whole parameters, forward and backward in one graph, and each
+operator of its forward has a stage, none smaller than that of its operands. On exit each stage has a captured program
+of its own:
 
     parameters, inputs, values of earlier stages (RECEIVED)         -> outputs, values for later stages (SENT)
     those, tangents, values that come back from later (RETURNED)    -> gradients, values for earlier stages (RETURNED)
 
-Where each value is made, and who reads it, `zgraph.passes.stages.stage_assignment` says. What is made in one stage and read in another is a
-`Transfer`, past the stages between. It arrives without gaps and with memory of its own. Every stage has the gradient of each parameter that
-it holds: of one that several hold these are parts, whose sum is the gradient.
+`zgraph.passes.stages.stage_assignment` says which stage makes each value, and which read it. A value that is made in
+one stage and read in another is a `Transfer`, past the stages between. It arrives without gaps and with memory of its
+own. Every stage has the gradient of each parameter that it holds: if several stages hold a parameter these are parts,
+whose sum is the gradient.
 """
 
 from __future__ import annotations
@@ -33,36 +35,35 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Transfer:
-    """A value that stage `source` sends to stage `target` for each micro-batch, in the forward or (`back`) in the backward. `like` is
-    its fake value as it arrives: shape, strides and dtype."""
+    """A value that one stage sends to another for each micro-batch."""
 
-    name: str
-    source: int
-    target: int
-    back: bool
-    like: torch.Tensor
+    name: str  # the name of its node in the joint program
+    source: int  # the stage that sends it
+    target: int  # the stage that receives it
+    back: bool  # whether it is sent in the backward
+    like: torch.Tensor  # its fake value as it arrives: shape, strides and dtype
 
     @property
     def nbytes(self) -> int:
-        """What crosses, in bytes, at the typical sizes of the program."""
+        """The bytes that are sent, at the typical sizes of the program."""
         return typical(self.like.numel()) * self.like.element_size()
 
 
 @dataclass(frozen=True)
 class Stages:
-    """The stages' programs in order, what crosses between them (in the order in which each stage makes it), and for each parameter
-    the stages that hold it."""
+    """The programs of a pipeline's stages."""
 
-    programs: tuple[Program, ...]
-    transfers: tuple[Transfer, ...]
-    holders: dict[str, tuple[int, ...]]
+    programs: tuple[Program, ...]  # in the order of the stages
+    transfers: tuple[Transfer, ...]  # what crosses between stages, in the order in which each stage makes it
+    holders: dict[str, tuple[int, ...]]  # the stages that hold each parameter, by its name
 
 
 def cut_stages(joint: Program, forward: Mapping[fx.Node, int], count: int) -> Stages:
-    """Cut `joint`, which is not changed, into `count` programs; `forward` has the stage of each operator of its forward.
+    """Cut `joint`, which is not changed, into `count` programs; `forward` has the stage of each operator of its
+    forward.
 
-    Raises `PlanError` for a buffer that one stage changes and another reads, for an input that wants a gradient, for a Python number that
-    crosses a cut, and for `as_strided` on a value that comes from another stage in another layout.
+    Raises `PlanError` for a buffer that one stage changes and another reads, for an input that wants a gradient, for a
+    Python number that crosses a cut, and for `as_strided` on a value that comes from another stage in another layout.
     """
     homes = Homes(joint, forward, count)
     transfers = _transfers(homes)
@@ -84,7 +85,9 @@ def _transfers(homes: Homes) -> list[Transfer]:
 
 
 def _as_sent(node: fx.Node, joint: Program) -> torch.Tensor:
-    """The fake value that arrives: the one that was sent, or, if that is a part of something or has gaps, one that is not."""
+    """Return the fake value that arrives: the one that was sent or, if that is part of a larger storage or has gaps, a
+    dense one.
+    """
     val = value(node)
     if not isinstance(val, torch.Tensor):
         raise PlanError(
@@ -104,7 +107,7 @@ def _as_sent(node: fx.Node, joint: Program) -> torch.Tensor:
 
 
 class _StageProgram:
-    """Builds the program of one stage."""
+    """A builder of one stage's program."""
 
     def __init__(self, homes: Homes, transfers: list[Transfer], stage: int) -> None:
         self.homes = homes
@@ -115,7 +118,7 @@ class _StageProgram:
         self.results = [r for r in homes.results if r.stage == stage]
         self.graph = fx.Graph()
         self.inputs: list[Port] = []
-        self.here: dict[fx.Node, fx.Node] = {}  # the joint program's nodes, in this one
+        self.here: dict[fx.Node, fx.Node] = {}  # this program's node for each of the joint program's
 
     def build(self) -> Program:
         joint = self.homes.joint
@@ -147,13 +150,13 @@ class _StageProgram:
         return self.program
 
     def _let_wait(self, node: fx.Node) -> None:
-        """A view of a value of the forward that a later stage returns is made where that is there: in the backward."""
+        """Move a view of a forward's value that a later stage returns to the backward, in which the value arrives."""
         late = any(info(a).phase is Phase.BACKWARD for a in node.all_input_nodes)
         if late and info(node).phase is Phase.FORWARD:
             set_info(node, info(node).replace(phase=Phase.BACKWARD))
 
     def _take(self) -> None:
-        """The inputs: the joint program's, and what other stages send."""
+        """Add the inputs: the joint program's, and the values that other stages send."""
         for node, port in self.homes.ports.items():
             if port.role is InputRole.PARAMETER:
                 here = self.stage in self.homes.holders[port.name]
@@ -179,7 +182,7 @@ class _StageProgram:
         self.inputs.append(port)
 
     def _evaluate_again(self) -> None:
-        """What is made of a value that came in another layout may have another one, too."""
+        """Evaluate anew what is made of values that came in another layout: its layout may differ, too."""
         received = [self.here[self.by_name[t.name]] for t in self.coming if t.like is not value(self.by_name[t.name])]
         other = set(received)
         for node in self.program.nodes if other else ():
@@ -197,12 +200,14 @@ class _StageProgram:
                 other.add(node)
 
     def _give(self, role: OutputRole) -> list[tuple[Port, fx.Node]]:
-        """What leaves for other stages."""
+        """Return the outputs that are sent to other stages."""
         likes = {t.name: t.like for t in self.leaving if t.back is (role is OutputRole.RETURNED)}
         return [(Port(role, name), self._as_it_leaves(self.by_name[name], like)) for name, like in likes.items()]
 
     def _as_it_leaves(self, node: fx.Node, like: torch.Tensor) -> fx.Node:
-        """A value in the layout that is awaited, and no part of a buffer that is about to change."""
+        """Return a value in the layout that its reader expects, copied if it is part of a buffer that is about to
+        change.
+        """
         here, record = self.here[node], info(node).replace(made_by="cut_stages")
         changed = {(p.of, p.name) for p in self.homes.joint.outputs if p.role is OutputRole.MUTATION}
         root = self.homes.ports.get(root_of(node))
@@ -217,7 +222,7 @@ class _StageProgram:
         return self._call(aten.permute.default, (packed, back), record, f"unpacked_{node.name}")
 
     def _gradients(self) -> list[tuple[Port, fx.Node]]:
-        """The gradients of this stage's parameters: the sums of the terms that are here, zeros where there is none."""
+        """Return the gradients of this stage's parameters: the sums of the terms that it has, zeros where it has none."""
         found = []
         for port, gradient in self.homes.joint.output_items():
             if port.role is not OutputRole.GRADIENT or self.stage not in self.homes.holders[port.name]:
@@ -254,7 +259,7 @@ class _StageProgram:
 
 
 def _same_strides(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """(That of a dimension of size 1 means nothing.)"""
+    """Return whether two tensors have the same strides. (The stride of a dimension of size 1 means nothing.)"""
     strides = zip(map(static, one.stride()), map(static, other.stride()), map(static, one.shape), strict=True)
     return all(a == b for a, b, n in strides if n != 1)
 

@@ -1,16 +1,19 @@
-"""Between which operators a captured forward can be cut, which others then stand on either side, and what crosses.
+"""Between which operators a captured forward can be cut, which operators then stand on either side, and which bytes
+cross.
 
-*Anchors* are the operators that read a parameter or do real arithmetic, in order. A cut lies between two of them, and all before it
-stand on its near side. What is between, light operators, is free: a minimum cut in bytes decides (`Line.near`), in which
+*Anchors* are the operators that read a parameter or do real arithmetic, in order. A cut lies between two of them, and
+all anchors before it stand on its near side. The light operators between anchors are free: a minimum cut in bytes
+decides (`Line.near`), in which
 
-- a value counts once, however many read it on the far side, and whatever leaves the program is read there (the last stage gives it);
-- what comes of inputs and buffers alone counts nothing: every stage makes it for itself (`free_nodes`);
-- a view that is no smaller than what it is a view of counts nothing beside that: it is made again (`made_again`);
-- members of an operator's tuple stay with it, and so do a random operator with the state that it leaves to another one, and all that
-  reads or writes a buffer that the forward changes.
+- a value counts once, however many read it on the far side, and whatever leaves the program is read there (the last
+stage gives it); - what is made of inputs and buffers alone counts nothing: every stage makes it for itself
+(`free_nodes`); - a view that is no smaller than its base counts nothing beside that: it is made again (`made_again`); -
+members of an operator's tuple stay with it, and so do a random operator with the state that it leaves to another one,
+and all that   reads or writes a buffer that the forward changes.
 
-Cuts further on have more on their near side. All minimise the same function of what is there, which is submodular, and of the smallest cuts
-the one with most on its near side is taken: so the near sides are nested (Topkis, 1978, "Minimizing a Submodular Function on a Lattice").
+Later cuts have more on their near side. All minimise the same submodular function of their near side, and of the
+smallest cuts the one with most on its near side is taken: so the near sides are nested (Topkis, 1978, "Minimizing a
+Submodular Function on a Lattice").
 """
 
 from __future__ import annotations
@@ -35,42 +38,41 @@ from zgraph.program.sizes import typical
 aten = torch.ops.aten
 LIGHT_FLOP = 4  # FLOP for each element of a result: an outer product (rotary angles) is light, attention is not
 _GIVEN = (InputRole.INPUT, InputRole.BUFFER, InputRole.CONSTANT, InputRole.SIZE)
-_STATES = {"key", "seed", "offset", "rng_state"}  # what schemas call the state of a random operator that is given one
+_STATES = {"key", "seed", "offset", "rng_state"}  # names in schemas of a random state that an operator takes
 
 
 @dataclass(frozen=True)
 class Anchor:
-    """An operator of the forward that reads parameters (`params`, by name; through views and casts, too) or does real arithmetic.
-    `module` is the path of the user's module that it is in."""
+    """An operator of the forward that reads parameters or does real arithmetic."""
 
-    node: fx.Node
-    params: tuple[str, ...]
-    module: str
+    node: fx.Node  # the operator
+    params: tuple[str, ...]  # names of the parameters that it reads, also through views and casts
+    module: str  # the path of the user's module that it is in
 
 
 @dataclass(frozen=True)
 class Side:
-    """One side of a cut: the operators `near` it (before it; free ones are on neither side), and the `bytes` that cross it."""
+    """The near side of a cut."""
 
-    near: frozenset[fx.Node]
-    bytes: int
+    near: frozenset[fx.Node]  # the operators before the cut; free ones are on neither side
+    bytes: int  # the bytes that cross the cut
 
 
 @dataclass(frozen=True)
 class Bond:
-    """Operators that no cut may part, and `why`, with the name of one of them."""
+    """Operators that no cut may separate."""
 
-    nodes: frozenset[fx.Node]
-    why: str
+    nodes: frozenset[fx.Node]  # the operators
+    why: str  # the reason, with the name of one of them
 
 
 def forward_nodes(program: Program) -> list[fx.Node]:
-    """The operators of the forward, in order."""
+    """Return the operators of the forward, in order."""
     return [n for n in program.graph.nodes if n.op == "call_function" and info(n).phase is Phase.FORWARD]
 
 
 def made_again(node: fx.Node) -> bool:
-    """Is a value made again where it is read, and never sent? A view is, of what is no larger than itself."""
+    """Return whether a value is made again where it is read, and never sent: a view that is no smaller than its base."""
     if not is_view(node) or not isinstance(value(node), torch.Tensor):
         return False
     base = node.all_input_nodes[0]
@@ -78,10 +80,11 @@ def made_again(node: fx.Node) -> bool:
 
 
 def free_nodes(program: Program) -> set[fx.Node]:
-    """The operators of the forward that every stage makes for itself, where it reads them: what comes of inputs, buffers and
-    constants alone (masks, rotary tables, position ids), cheaply and not at random.
+    """Return the operators of the forward that every stage makes for itself, where it reads them.
 
-    Not what reads a buffer that the forward changes, or an input that wants a gradient: there is one of these.
+    They are made of inputs, buffers and constants alone (masks, rotary tables, position ids), cheaply and not at
+    random. What reads a buffer that the forward changes, or an input that wants a gradient, is not free: exactly one
+    stage makes it.
     """
     changed = {p.name for p in program.outputs if p.role in (OutputRole.MUTATION, OutputRole.GRADIENT)}
     held = {n for port, n in program.input_items() if port.role not in _GIVEN or port.name in changed}
@@ -95,9 +98,9 @@ def free_nodes(program: Program) -> set[fx.Node]:
 
 
 def anchors_of(program: Program) -> list[Anchor]:
-    """The anchors of a program's forward, in order."""
+    """Return the anchors of a program's forward, in order."""
     params = program.input_nodes(InputRole.PARAMETER)
-    of = {node: name for name, node in params.items()}  # whatever only looks at a parameter
+    of = {node: name for name, node in params.items()}  # (and views, casts and copies of parameters)
     found = []
     for node in forward_nodes(program):
         base = node.all_input_nodes[0] if is_view(node) or is_cast(node) or node.target is aten.clone.default else None
@@ -115,7 +118,7 @@ def _arithmetic(node: fx.Node) -> bool:
 
 
 def _draws(node: fx.Node) -> bool:
-    """Does an operator draw numbers: from the device's random state, or from one that it is given?"""
+    """Return whether an operator draws numbers: from the device's random state, or from one that it is given."""
     if is_random(node):
         return True
     if not isinstance(node.target, torch._ops.OpOverload) or not any(t.is_floating_point() for t in tensors(node)):
@@ -131,7 +134,7 @@ def _whole_numbers(node: fx.Node) -> bool:
 
 
 def _random_bonds(nodes: Collection[fx.Node]) -> list[Bond]:
-    """Random operators with the whole numbers that one of them leaves to another."""
+    """Return a bond for each pair of random operators of which one draws from the state that the other leaves."""
     found = []
     for source in nodes:
         if not _draws(source):
@@ -159,7 +162,9 @@ def _random_bonds(nodes: Collection[fx.Node]) -> list[Bond]:
 
 
 def _buffer_bonds(program: Program, nodes: Collection[fx.Node]) -> list[Bond]:
-    """What reads a buffer that the forward changes, with what makes its new value: each stage has a buffer of its own."""
+    """Return a bond for each buffer that the forward changes: its readers, and what makes its new value. (Each stage
+    has a buffer of its own.)
+    """
     places = {(port.role, port.name): node for port, node in program.input_items()}
     found = []
     for port, made in program.output_items():
@@ -179,22 +184,25 @@ def _buffer_bonds(program: Program, nodes: Collection[fx.Node]) -> list[Bond]:
 
 
 def _carriers(nodes: Iterable[fx.Node], known: Collection[fx.Node]) -> frozenset[fx.Node]:
-    """Those of `known` that make these values, views aside."""
+    """Return the members of `known` that make these values, views aside."""
     return frozenset(c for c in map(carrier, nodes) if c in known)
 
 
 def carrier(node: fx.Node) -> fx.Node:
-    """What is sent where a value is read in another stage: what it is a view of, if it is made again; else itself."""
+    """Return the value that is sent where this one is read in another stage: the base of a view that is made again,
+    else itself.
+    """
     while made_again(node):
         node = node.all_input_nodes[0]
     return node
 
 
 class Line:
-    """A program's anchors in a row, and its minimum cuts. Position `q` lies before anchor `q` (and behind the one before it).
+    """A program's anchors in a row, and its minimum cuts. Position `q` lies before anchor `q` (and after the one before
+    it).
 
-    `nodes` are the operators of the forward in order, `free` those that every stage makes for itself, `solid` those whose values are made in
-    one stage and sent to others: all but free ones and views that are made again.
+    `nodes` are the operators of the forward in order, `free` those that every stage makes for itself, `solid` those
+    whose values are made in one stage and sent to others: all but free ones and views that are made again.
     """
 
     def __init__(self, program: Program) -> None:
@@ -207,8 +215,9 @@ class Line:
 
     @cached_property
     def readers(self) -> dict[fx.Node, frozenset[fx.Node | None]]:
-        """For each solid operator the solid ones that read it, also through views that are made again; None stands for the end of the
-        program, behind which its outputs are."""
+        """For each solid operator the solid ones that read it, also through views that are made again; None stands for
+        the end of the program, which reads its outputs.
+        """
         given = {n for port, n in self.program.output_items() if port.role is OutputRole.OUTPUT}
         solid = set(self.solid)
         readers: dict[fx.Node, set[fx.Node | None]] = {n: {None} if n in given else set() for n in self.nodes}
@@ -220,7 +229,7 @@ class Line:
 
     @cached_property
     def bonds(self) -> list[Bond]:
-        """What no cut may part."""
+        """Operators that no cut may separate."""
         nodes = dict.fromkeys(n for n in self.nodes if n not in self.free)
         return [*_random_bonds(nodes), *_buffer_bonds(self.program, nodes)]
 
@@ -232,7 +241,7 @@ class Line:
 
     @cached_property
     def _range(self) -> tuple[dict[fx.Node, int], dict[fx.Node, int]]:
-        """For each solid operator the first anchor that is made of it and the last one that it is made of (or itself)."""
+        """For each solid operator the first anchor that depends on it and the last one that it depends on (or itself)."""
         first = dict.fromkeys(self.solid, len(self.anchors))
         last = dict.fromkeys(self.solid, -1)
         for i, anchor in enumerate(self.anchors):
@@ -254,7 +263,7 @@ class Line:
                 return first, last
 
     def refusal(self, position: int) -> str | None:
-        """Why there can be no cut at a position; None where there can."""
+        """Return why there can be no cut at a position; None where there can."""
         first, last = self._range
         for bond in self.bonds:
             if any(first[n] < position <= last[n] for n in bond.nodes):
@@ -263,19 +272,20 @@ class Line:
 
     @cached_property
     def positions(self) -> list[int]:
-        """Where there can be a cut, in order."""
+        """The positions at which there can be a cut, in order."""
         return [q for q in range(1, len(self.anchors)) if self.refusal(q) is None]
 
     def near(self, position: int) -> Side:
-        """The minimum cut at a position (one of `positions`), in bytes."""
+        """Return the minimum cut at a position (one of `positions`), in bytes."""
         if position not in self._sides:
             self._sides[position] = self._cut(position)
         return self._sides[position]
 
     @cached_property
     def _reach(self) -> list[tuple[fx.Node, int, int, int]]:
-        """Each solid operator with its bytes and, of those that read it, how far the near and the far ones go: if a position is above the
-        first number, all of them are near; if it is not above the second, one of them is far."""
+        """Each solid operator with its bytes and two numbers: at a position above the first all of its readers are
+        near, at one not above the second a reader is far.
+        """
         first, last = self._range
         end = len(self.anchors)
         found = []
@@ -291,12 +301,12 @@ class Line:
         loose = {n: None for n in self.solid if first[n] >= position > last[n]}  # on either side
         network, scale = nx.DiGraph(), len(loose) + 1
         network.add_nodes_from(["near", "far"])
-        crossing = 0  # whatever the rest does
+        crossing = 0  # bytes that cross on whichever side the loose operators are
         for node, size, reach_near, reach_far in self._reach:
             if node in near and position <= reach_far:
                 crossing += size
             elif node in loose or (node in near and position <= reach_near):
-                there = ("there", node)  # on the far side if the value is to be had there
+                there = ("there", node)  # on the far side if the value is sent
                 single = isinstance(value(node), torch.Tensor)
                 network.add_edge(
                     node if node in loose else "near", there, **({"capacity": size * scale} if single else {})
@@ -313,7 +323,7 @@ class Line:
                     network.add_edge(reader, node)
             ends = (
                 ("near", node) if node in before else (node, "far")
-            )  # as they stand in the graph, if all else is equal
+            )  # (if all else is equal, operators keep the graph's order)
             network.add_edge(*ends, capacity=1)
         for nodes in self._together:
             for a, b in itertools.pairwise(nodes if nodes[0] in loose else ()):
@@ -323,8 +333,11 @@ class Line:
         return Side(near | {n for n in loose if n in kept}, crossing + int(cost) // scale)
 
     def assign(self, positions: Iterable[int]) -> dict[fx.Node, int]:
-        """The stage of each operator of the forward for cuts at these positions, never smaller than that of an operand. One that is not solid
-        has the first stage that reads it, or else that of what it is a view of."""
+        """Return the stage of each operator of the forward for cuts at these positions, never smaller than that of an
+        operand.
+
+        An operator that is not solid has the first stage that reads it, or else that of the base that it is a view of.
+        """
         cuts = sorted(positions)
         stages = dict.fromkeys(self.solid, len(cuts))
         for number, position in reversed(list(enumerate(cuts))):
@@ -336,8 +349,11 @@ class Line:
 
 
 def received(line: Line, stages: Mapping[fx.Node, int]) -> dict[int, list[fx.Node]]:
-    """By stage, the values of earlier ones that its forward reads (or that leave the program: the last gives all of these), each once and from the
-    stage that makes it, past those between. `stages` are those of the forward (`Line.assign`)."""
+    """Return, by stage, the values of earlier stages that its forward reads, each once; `stages` are those of the
+    forward (`Line.assign`).
+
+    The last stage also receives all outputs of the program. A value comes directly from the stage that makes it.
+    """
     last = max(stages.values(), default=0)
     found: dict[int, list[fx.Node]] = defaultdict(list)
     for node, readers in line.readers.items():

@@ -1,15 +1,16 @@
 """Which stage of a pipeline makes each value of a joint program, and which stages read it.
 
-The stages of the forward are given. A node of the backward has the stage of the operator of the forward that it is there for
-(`zgraph.passes.stages.stage_costs.origins`), as near to it as gradients can be, which flow towards earlier stages alone:
+The stages of the forward are given. A node of the backward has the stage of the forward operator whose derivative it
+belongs to (`zgraph.passes.stages.stage_costs.origins`), or the stage nearest to it that fits the flow of gradients,
+towards earlier stages alone:
 
-- no later than what it is made of;
-- no earlier than a stage that holds a parameter whose gradient is made of it, or (if there is only one) a parameter that it reads;
-- what no gradient flows into, where it is read first; members of an operator's tuple, with it.
+- no later than the stages of its operands; - no earlier than a stage that holds a parameter whose gradient is made of
+it, or (if there is only one) a parameter that it reads; - a node that no gradient flows into is in the stage that reads
+it first; members of an operator's tuple are in the operator's.
 
-Some values have no one stage, but are made in each that reads them: what comes of inputs and constants alone, and views
-(`free_nodes`, `made_again`). A parameter is in every stage that reads it. Its gradient is in as many *terms* as autograd adds up, each in
-the nearest of these stages that it can flow to.
+Some values have no one stage, but are made in each that reads them: those of inputs and constants alone, and views
+(`free_nodes`, `made_again`). A parameter is in every stage that reads it. Its gradient is in as many *terms* as
+autograd adds up, each in the nearest of these stages that it can flow to.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ from zgraph.program.sizes import static
 
 
 class Result(NamedTuple):
-    """What one stage gives of an output of the joint program: its value, or one term of a gradient."""
+    """One stage's part of an output of the joint program: its value, or one term of a gradient."""
 
-    port: Port
-    node: fx.Node
-    stage: int
+    port: Port  # the joint program's output
+    node: fx.Node  # the value or the term
+    stage: int  # the stage that gives it
 
 
 class Homes:
-    """Where the values of `joint` are, if the operators of its forward are in these stages (of `count`).
+    """The stages of the values of `joint`, if the operators of its forward are in the stages `forward` (of `count`).
 
-    `home` has the stage that makes each value that is made once; `readers` the stages that read each value; `results` what each stage gives
-    of the joint program's outputs; `holders` the stages that have each parameter, in order.
+    `home` has the stage that makes each value that is made once; `readers` the stages that read each value; `results`
+    what each stage gives of the joint program's outputs; `holders` the stages that have each parameter, in order.
     """
 
     def __init__(self, joint: Program, forward: Mapping[fx.Node, int], count: int) -> None:
@@ -72,20 +73,20 @@ class Homes:
         self._refuse_parted_buffers()
 
     def made_in(self, node: fx.Node) -> set[int]:
-        """The stages that make a value; none, of one that nobody reads."""
+        """Return the stages that make a value; none for a value that nobody reads."""
         if self.everywhere(node):
             return self.readers[node]
         return {self.home[node]} if self.readers[node] or is_random(node) else set()
 
     def everywhere(self, node: fx.Node) -> bool:
-        """Is a value in each stage that reads it, and never sent?"""
+        """Return whether a value is made in each stage that reads it, and never sent."""
         return node in self._free or made_again(node) or (node in self.ports and node not in self.home)
 
     # -- the backward ---------------------------------------------------------------------------------------------------
     def _place_backward(self) -> None:
         like = self._origins()
         low = self._lowest(like)
-        flowing = {n for n in self.ports if n in self.home}  # tangents, and what is made of them
+        flowing = {n for n in self.ports if n in self.home}  # tangents, and values that depend on them
         for node in self._backward:
             above = [self.home[a] for a in node.all_input_nodes if a in flowing]
             if not above or node in self._free:
@@ -106,12 +107,12 @@ class Homes:
                 self.home[node] = self.home[node.all_input_nodes[0]]
 
     def _origins(self) -> dict[fx.Node, int]:
-        """For each node of the backward the stage of the operator that it is there for."""
+        """Return, for each node of the backward, the stage of the forward operator whose derivative it belongs to."""
         found = origins(self.joint, {a.node for a in anchors_of(self.joint)})
         return {node: self.home[of] for node, of in found.items() if of in self.home}
 
     def _lowest(self, like: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
-        """The first stage that each node of the backward may be in."""
+        """Return the first stage that each node of the backward may be in."""
         low = dict.fromkeys(self._backward, 0)
         for port, terms in self._terms.items():
             for term in terms:
@@ -126,7 +127,7 @@ class Homes:
         return low
 
     def _stages_with_parameters(self, node: fx.Node) -> list[int]:
-        """The stages whose forward reads all parameters that a node reads; none if it reads none."""
+        """Return the stages whose forward reads all parameters that a node reads; none if it reads none."""
         held = [set(self._held[name]) for name in self._parameters_of(node)]
         return sorted(set.intersection(*held)) if held else []
 
@@ -141,7 +142,7 @@ class Homes:
 
     # -- gradients ------------------------------------------------------------------------------------------------------
     def _terms_of(self, port: Port, gradient: fx.Node) -> list[fx.Node]:
-        """What the gradient of a parameter that several stages hold is the sum of; of another, itself."""
+        """Return the terms whose sum is a gradient, if several stages hold its parameter; else the gradient itself."""
         if port.of is not InputRole.PARAMETER:
             raise PlanError(
                 f"{port.of} {port.name!r} wants a gradient",
@@ -161,7 +162,9 @@ class Homes:
         return found
 
     def _nearest(self, param: str, stage: int) -> int:
-        """The last stage that holds a parameter and is not behind `stage`; if there is none, the first that holds it."""
+        """Return the last stage that holds a parameter and is not after `stage`; if there is none, the first that holds
+        it.
+        """
         held = self._held[param]
         return max((s for s in held if s <= stage), default=held[0])
 
@@ -172,7 +175,9 @@ class Homes:
 
     # -- who reads what -------------------------------------------------------------------------------------------------
     def _given(self) -> Iterator[Result]:
-        """The last stage gives the outputs; a buffer's new value is given where the old one is read."""
+        """Yield all results but gradients: outputs from the last stage, checks where they are made, a buffer's new
+        value where the old one is read.
+        """
         buffers = {(p.role, p.name): n for n, p in self.ports.items()}
         for port, node in self.joint.output_items():
             if port.role is OutputRole.OUTPUT:
@@ -185,7 +190,7 @@ class Homes:
                 yield Result(port, node, max(stages, default=0))
 
     def _forward_readers(self, node: fx.Node) -> set[int]:
-        """The stages whose forward reads a value, also through views of it."""
+        """Return the stages whose forward reads a value, also through views of it."""
         found: set[int] = set()
         for user in node.users:
             if user.op == "output" or info(user).phase is not Phase.FORWARD:
@@ -204,7 +209,7 @@ class Homes:
                 self.readers[operand] |= self.made_in(node)
 
     def _find_holders(self) -> dict[str, tuple[int, ...]]:
-        """The stages that read a parameter or give its gradient; the first, of one that nobody wants."""
+        """Return the stages that read a parameter or give its gradient; the first stage if none does."""
         found: dict[str, set[int]] = {name: set() for name in self.joint.params}
         for node, port in self.ports.items():
             if port.role is InputRole.PARAMETER:
@@ -215,7 +220,7 @@ class Homes:
         return {name: tuple(sorted(stages)) or (0,) for name, stages in found.items()}
 
     def _refuse_parted_buffers(self) -> None:
-        """A buffer that the forward changes is in one stage: another's would never change."""
+        """Refuse a buffer that the forward changes and that several stages read: only one stage's would change."""
         buffers = {(p.role, p.name): n for n, p in self.ports.items()}
         for port, _, stage in self.results:
             if port.role is not OutputRole.MUTATION or port.of is None:
@@ -231,12 +236,12 @@ class Homes:
 
 
 def _is_member(node: fx.Node) -> bool:
-    """Is this one of the results of an operator that has several?"""
+    """Return whether this is one of the results of an operator that has several."""
     return node.target is operator.getitem
 
 
 def _users(node: fx.Node) -> Iterator[fx.Node]:
-    """Who reads a value, or a member of it."""
+    """Yield the nodes that read a value, or a member of it."""
     for user in node.users:
         if _is_member(user):
             yield from _users(user)
@@ -245,14 +250,14 @@ def _users(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _maker(node: fx.Node) -> fx.Node:
-    """What a value is a view of."""
+    """Return the value that a view is of, through other views; any other value itself."""
     while is_view(node):
         node = node.all_input_nodes[0]
     return node
 
 
 def _is_sum(node: fx.Node) -> bool:
-    """Is this a sum of two like values, as autograd makes it of gradients?"""
+    """Return whether this is a sum of two values of the same type, as autograd adds up gradients."""
     if node.target is not torch.ops.aten.add.Tensor or node.kwargs or len(node.all_input_nodes) != 2:
         return False
     return all(

@@ -1,12 +1,13 @@
-"""What each pipeline stage takes: seconds, parameters, what it saves for its backward, what it receives.
+"""What each pipeline stage takes: seconds, parameters, the bytes that it saves for its backward and that it receives.
 
-All of it is counted as *loads*: an amount, and the operators of the forward that it is there for. A stage takes a load if it has one of
-them, once however many. So a parameter is on each stage that reads it, a mask is made in each that needs it, and a value that
-two stages save is held by both.
+All of it is counted as *loads*: an amount, and the forward operators that cause it. A stage takes a load if it has at
+least one of them, and takes it once. So a parameter is on each stage that reads it, a mask is made in each that needs
+it, and a value that two stages save is held by both.
 
-A backward node is there for the operator whose derivative it is a part of (`origins`). Autograd numbers its operations, and says of
-each node which number it belongs to. Sums of gradients have no operation of their own: they are there for the earliest operator that
-a summand is there for. No node is there for a later one than its operands are: gradients flow towards the program's beginning.
+A backward node belongs to the operator whose derivative it is a part of (`origins`). Autograd numbers its operations,
+and says of each node which number it belongs to. Sums of gradients have no operation of their own: they belong to the
+earliest operator that a summand belongs to. No node belongs to a later operator than its operands do: gradients flow
+towards the program's beginning.
 """
 
 from __future__ import annotations
@@ -27,54 +28,51 @@ from zgraph.units import columns, milliseconds, shown_bytes
 
 @dataclass(frozen=True)
 class Load:
-    """An `amount` that every stage takes that has one of `nodes`."""
+    """An amount that every stage takes that has one of `nodes`."""
 
-    amount: float
-    nodes: frozenset[fx.Node]
+    amount: float  # in the unit of the list that it is in
+    nodes: frozenset[fx.Node]  # operators of the forward
 
 
 @dataclass(frozen=True)
 class Loads:
-    """Those of a program: seconds of its forward and backward, elements and bytes of its parameters, and bytes that are saved from
-    the forward of a micro-batch for its backward."""
+    """The loads of a program."""
 
-    forward: list[Load]
-    backward: list[Load]
-    elements: list[Load]
-    parameters: list[Load]
-    saved: list[Load]
+    forward: list[Load]  # seconds of the forward
+    backward: list[Load]  # seconds of the backward
+    elements: list[Load]  # elements of parameters
+    parameters: list[Load]  # bytes of parameters
+    saved: list[Load]  # bytes that are saved from the forward of a micro-batch for its backward
 
 
 @dataclass(frozen=True)
 class StageLoad:
-    """What one stage takes. `first` and `last` are the paths of its first and last modules, `elements` and `parameters` the number of
-    elements and the bytes of the parameters that it reads, `forward` and `backward` simulated seconds of one micro-batch, `saved` bytes
-    that stay between them, `received` bytes that come from earlier stages."""
+    """What one stage takes."""
 
-    first: str
-    last: str
-    elements: int
-    parameters: int
-    forward: float
-    backward: float
-    saved: int
-    received: int
+    first: str  # the path of its first module
+    last: str  # the path of its last module
+    elements: int  # elements of the parameters that it reads
+    parameters: int  # bytes of the parameters that it reads
+    forward: float  # simulated seconds of one micro-batch's forward
+    backward: float  # simulated seconds of one micro-batch's backward
+    saved: int  # bytes of a micro-batch that stay between them
+    received: int  # bytes that come from earlier stages
 
     @property
     def seconds(self) -> float:
-        """Of forward and backward."""
+        """Seconds of forward and backward."""
         return self.forward + self.backward
 
 
 @dataclass(frozen=True)
 class Balance:
-    """What the stages of a pipeline take, in order. As text, a table."""
+    """What the stages of a pipeline take. As text, a table."""
 
-    stages: tuple[StageLoad, ...]
+    stages: tuple[StageLoad, ...]  # in order
 
     @property
     def ratio(self) -> float:
-        """The slowest stage's seconds by the mean's; 1.0 is even."""
+        """The slowest stage's seconds divided by the mean; 1.0 is even."""
         mean = sum(s.seconds for s in self.stages) / len(self.stages)
         return max(s.seconds for s in self.stages) / mean if mean else 1.0
 
@@ -88,7 +86,7 @@ class Balance:
 
 
 def balance(program: Program, stages: Mapping[fx.Node, int], costs: Costs) -> Balance:
-    """What each stage takes if the operators of the forward are in these `stages` (as `assign` gives them)."""
+    """Return what each stage takes if the operators of the forward are in these `stages` (as `assign` gives them)."""
     line = Line(program)
     loads = loads_of(line, costs)
     count = max(stages.values(), default=0) + 1
@@ -124,11 +122,11 @@ def balance(program: Program, stages: Mapping[fx.Node, int], costs: Costs) -> Ba
 
 
 def loads_of(line: Line, costs: Costs) -> Loads:
-    """The loads of a captured program; their nodes are operators of the forward that are each in one stage."""
+    """Return the loads of a captured program; their nodes are operators of the forward that are each in one stage."""
     program = line.program
     there_for: dict[fx.Node, frozenset[fx.Node]] = {n: frozenset([n]) for n in line.solid}
     for node in reversed(line.nodes):
-        if node not in there_for:  # it is made for its readers, or is a view
+        if node not in there_for:  # (free nodes belong to their readers, views to their base)
             made_for = frozenset().union(*(there_for[u] for u in node.users if u in there_for))
             there_for[node] = there_for.get(carrier(node), made_for)
     of = origins(program, {a.node for a in line.anchors})
@@ -155,9 +153,11 @@ def loads_of(line: Line, costs: Costs) -> Loads:
 
 
 def origins(program: Program, anchors: Collection[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """For each backward node the operator of the forward that it is there for. Of an operation's operators that is the last one among
-    `anchors`, or, if none is, the first. An operation is known by autograd's number, and where that is of another
-    module (a custom Function's is), by its module."""
+    """Return, for each backward node, the forward operator whose derivative it belongs to.
+
+    Of an operation's operators that is the last one among `anchors`, or, if none is, the first. An operation is known
+    by autograd's number, or, where that number belongs to another module (as a custom Function's does), by its module.
+    """
     at = {n: i for i, n in enumerate(program.graph.nodes)}
     operators = [n for n in at if n.op == "call_function" and info(n).phase is Phase.FORWARD]
     backward = [n for n in at if n.op == "call_function" and info(n).phase is Phase.BACKWARD]

@@ -1,14 +1,15 @@
-"""A region of a program that runs in chunks: each chunk computes a slice of its rows, so that nothing inside of it is ever whole.
+"""A region of a program that runs in chunks: each chunk computes a slice of its rows, so that no value inside of it is
+ever whole.
 
-`sort` finds what the nodes of a region are, of the axis that is sliced:
+`sort` finds the kind of each node of a region, by the axis that is sliced:
 
     part    each chunk makes its slice of the rows           -> put together (cat), if anything outside reads it
     share   each chunk makes a term of a sum over the rows   -> added up, chunk by chunk
     late    reads a sum, or works on all rows               -> stays behind the chunks
     early   has no rows                                     -> stays before them
 
-(A mean is a sum, and a division behind it.) `build` writes the chunks one after another: a chunk's own values die with it. The chunks of a
-backward make the forward's values that they read again, from what comes into the region, by copies.
+(A mean is a sum, and a division after it.) `build` writes the chunks one after another: a chunk's own values die with
+it. The chunks of a backward recompute the forward's values that they read, from the inputs of the region, by copies.
 """
 
 from __future__ import annotations
@@ -28,35 +29,39 @@ from zgraph.program.program import Program
 
 @dataclass
 class Sorted:
-    """The nodes of a region, in order: `parts` and `shares` are made in chunks, in the order of `nodes` (which has what both are taken from, too);
-    `late` are those, of the region or not, that have to stand behind, and `rows` those of them that are not only made of sums."""
+    """The nodes of a region by their kind, in order."""
 
-    axis: Axis
+    axis: Axis  # the axis that is sliced
+    # all nodes that run in chunks: parts, shares, and operators with several results
     nodes: dict[fx.Node, None] = field(default_factory=dict)
-    parts: dict[fx.Node, None] = field(default_factory=dict)
-    shares: dict[fx.Node, None] = field(default_factory=dict)
+    parts: dict[fx.Node, None] = field(default_factory=dict)  # each chunk makes its slice of the rows
+    shares: dict[fx.Node, None] = field(default_factory=dict)  # each chunk makes a term of a sum over the rows
+    # nodes, of the region or not, that have to come after the chunks
     late: dict[fx.Node, None] = field(default_factory=dict)
-    rows: set[fx.Node] = field(default_factory=set)
+    rows: set[fx.Node] = field(default_factory=set)  # those outside of chunks that depend on parts, not on sums alone
 
 
 @dataclass(frozen=True)
 class Obstacle:
-    """A node that works on all rows, where what it makes is large: it would be whole. `before` is what there was before it."""
+    """A node with a large result that works on all rows: its result would be whole."""
 
-    node: fx.Node
-    before: Sorted
+    node: fx.Node  # the operator that needs all rows
+    before: Sorted  # the nodes that were sorted before it
 
 
 def elements(node: fx.Node) -> int:
-    """Those of the largest of a node's tensors."""
+    """Return the number of elements of the largest of a node's tensors."""
     return max((t.numel() for t in tensors(node)), default=0)
 
 
 def sort(
     program: Program, axes: Axes, region: Collection[fx.Node], axis: Axis, bound: int, small: int
 ) -> Sorted | Obstacle:
-    """What the nodes of a region are. Those that can't be sliced stay before or behind the chunks if they have no more than `bound` elements; and
-    before them, where chunks may need them, sums of what has no more than `small`."""
+    """Return the nodes of a region by kind.
+
+    Nodes that can't be sliced stay before or after the chunks if they have no more than `bound` elements. Sums of
+    values with no more than `small` elements stay before the chunks, which may need them.
+    """
     region = set(region)
     while True:
         made = _sort(program, axes, region, axis, bound)
@@ -67,7 +72,9 @@ def sort(
 
 
 def _small_sums(made: Sorted, small: int) -> set[fx.Node]:
-    """Sums over rows of what has no more than `small` elements, with all that they are made of."""
+    """Return the sums over rows of values with no more than `small` elements, with all nodes of the region that they
+    are made of.
+    """
     found: set[fx.Node] = set()
     for share in made.shares:
         of, stack = {share}, [share]
@@ -106,7 +113,7 @@ def _sort(program: Program, axes: Axes, region: Collection[fx.Node], axis: Axis,
         kinds = sliced(axes, node, axis) if rows and not behind else None
         if kinds is not None:
             if not all(kinds) and info(node).phase is Phase.FORWARD and elements(node) > bound:
-                return Obstacle(node, made)  # (of sums only a backward's are large: weights' gradients)
+                return Obstacle(node, made)  # (a backward's sums may be large: weights' gradients)
             made.nodes[node] = None
             if getattr(node.meta.get("val"), "shape", None) is not None:
                 (made.parts if kinds[0] else made.shares)[node] = None
@@ -121,7 +128,7 @@ def _sort(program: Program, axes: Axes, region: Collection[fx.Node], axis: Axis,
 
 
 def _first_in_the_way(node: fx.Node, made: Sorted, region: Collection[fx.Node]) -> fx.Node:
-    """The operator that needs all rows, where a node only reads what comes of it."""
+    """Return the operator that needs all rows, given a node that depends on it."""
     while True:
         before = next((o for o in node.all_input_nodes if o in made.late and o in region), None)
         if before is None:
@@ -130,8 +137,9 @@ def _first_in_the_way(node: fx.Node, made: Sorted, region: Collection[fx.Node]) 
 
 
 class Chunks(Slices):
-    """Writes the chunks of one region: of its forward, then of its backward, if it has one. The chunks of a phase are named "`name` forward 0"
-    and so on, in `NodeInfo.chunk`."""
+    """The chunks of one region: of its forward, then of its backward, if it has one. The chunks of a phase are named
+    "`name` forward 0" and so on, in `NodeInfo.chunk`.
+    """
 
     def __init__(
         self, program: Program, axes: Axes, name: str, count: int, forward: Sorted, backward: Sorted | None
@@ -139,12 +147,12 @@ class Chunks(Slices):
         super().__init__(program, axes, forward.axis, count)
         self.name, self.forward, self.backward = name, forward, backward
         self.taken = {**forward.nodes, **(backward.nodes if backward is not None else {})}
-        # By chunk, what the forward's nodes are in it.
+        # By chunk: the new node of each of the forward's nodes.
         self.made: list[dict[fx.Node, fx.Node]] = [{} for _ in range(count)]
         self.copies = 0
 
     def build(self) -> int:
-        """Returns how many nodes of the backward are copies of the forward's."""
+        """Write all chunks and return how many nodes of the backward are copies of the forward's."""
         self._write(self.forward)
         if self.backward is not None:
             self._write(self.backward)
@@ -156,7 +164,7 @@ class Chunks(Slices):
         return self.copies
 
     def _write(self, region: Sorted) -> None:
-        """Write a phase's chunks where the last of its nodes stands."""
+        """Write a phase's chunks after the last of its nodes."""
         graph = self.program.graph
         last = max(region.nodes)
         behind = last.next
@@ -182,8 +190,8 @@ class Chunks(Slices):
     # -- one chunk -----------------------------------------------------------------------------------------------------
     def _turn(self, region: Sorted, chunk: int, sums: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
         made = self.made[chunk] if region is self.forward else {}
-        slices: dict[fx.Node, fx.Node] = {}  # by what they are of
-        copies: dict[fx.Node, fx.Node] = {}  # (the forward's own slices, of the same values, are among what is copied)
+        slices: dict[fx.Node, fx.Node] = {}  # by the node that is sliced
+        copies: dict[fx.Node, fx.Node] = {}  # (these include the forward's slices of the same values)
         for node in region.nodes:
             record = _made(node).replace(chunk=f"{self.name} {info(node).phase} {chunk}")
 
@@ -203,7 +211,7 @@ class Chunks(Slices):
         return made
 
     def _again(self, node: fx.Node, copies: dict[fx.Node, fx.Node], chunk: str) -> fx.Node:
-        """What the forward has made in a chunk, made again in the backward's."""
+        """Return a copy, in the backward's chunk, of a value that the forward has made in its chunk."""
         if node.op != "call_function" or info(node).chunk is None or made_once(node):
             return node
         if node not in copies:

@@ -1,12 +1,14 @@
-"""Regions of the model run in chunks, over slices of their rows: the logits of a long sequence, or what is inside of an MLP, is never whole.
+"""Regions of the model run in chunks, over slices of their rows: the logits of a long sequence, or the values inside of
+an MLP, are never whole.
 
-A region is a module, with its backward, or the classification loss with the product that gives its logits. Its rows (tokens) are an axis that
-all of its operators can be sliced along. Inside it nothing is kept for the backward but what comes in: the backward's chunks compute the rest
-again. Nothing is rounded but the order of sums over rows. (TiledMLP and the tiled loss of Bekman et al. 2025, "Arctic Long Sequence Training";
-of the loss also Hsu et al. 2024, "Liger Kernel", and Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models".)
+A region is a module, with its backward, or the classification loss with the product that gives its logits. Its rows
+(tokens) are an axis that all of its operators can be sliced along. Of a region only its inputs are saved for the
+backward: the backward's chunks recompute the rest. Nothing is rounded otherwise but sums over rows, whose order
+changes. (TiledMLP and the tiled loss of Bekman et al. 2025, "Arctic Long Sequence Training"; of the loss also Hsu et
+al. 2024, "Liger Kernel", and Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models".)
 
-*Contract.* As `zgraph.passes.tiling.chunks`: nothing outside of a region is changed. It comes before what decides about memory and transfers, but
-behind `recompute`, whose min-cut would save what chunks are to compute again.
+*Contract.* As `zgraph.passes.tiling.chunks`: nothing outside of a region is changed. It comes before the passes that
+decide about memory and transfers, but after `recompute`, whose min-cut would save values that chunks are to recompute.
 """
 
 from __future__ import annotations
@@ -40,9 +42,9 @@ _MEAN, _SUM = 1, 2  # torch's numbers for a loss's reduction
 
 @dataclass(frozen=True)
 class TileOptions:
-    """`tiles` are patterns of module paths, or "loss", each with a number of chunks."""
+    """Options of `tile`."""
 
-    tiles: tuple[tuple[str, int], ...] = ()
+    tiles: tuple[tuple[str, int], ...] = ()  # patterns of module paths, or "loss", each with a number of chunks
 
 
 @graph_pass(
@@ -59,7 +61,9 @@ def tile(program: Program, options: TileOptions) -> dict[str, int]:
 
 
 def check_names(program: Program, tiles: Collection[str]) -> None:
-    """Raises `PlanError` for a name in a plan's `tiles` that a whole model's program has nothing of. (A stage of it may lack what others have.)"""
+    """Raise `PlanError` for a name in a plan's `tiles` that matches nothing in a whole model's program. (A stage of it
+    may lack what others have.)
+    """
     faults = _wrong_names(program, tiles)
     if faults:
         raise joined(faults)
@@ -88,16 +92,15 @@ def _no_loss() -> PlanError:
 
 @dataclass(frozen=True)
 class _Region:
-    """A forward's nodes, which run in so many chunks. `name` is what the plan calls it, `path` what chunks are named by. What is in it may be
-    whole if it has no more elements than `bound` (None: than what comes in and goes out), and sums of it made at once if it has no more
-    than `small` (None: as many)."""
+    """Nodes of the forward that run in chunks."""
 
-    name: str
-    path: str
-    count: int
-    nodes: dict[fx.Node, None]
+    name: str  # what the plan calls it
+    path: str  # what chunks are named by
+    count: int  # the number of chunks
+    nodes: dict[fx.Node, None]  # the forward's nodes
+    # the most elements of a value that may be whole, None: those of the largest input or output
     bound: int | None = None
-    small: int | None = None
+    small: int | None = None  # the most elements of values whose sums are computed at once, None: as `bound`
     given: fx.Node | None = None  # logits that are an output of the model
 
     def error(self, what: str, why: str, hint: str) -> PlanError:
@@ -109,14 +112,14 @@ class _Tiler:
         self.program, self.tiles = program, dict(options.tiles)
         self.trained = any(p.role in (OutputRole.GRADIENT, OutputRole.RETURNED) for p in program.outputs)
         roles = {p.role for p in (*program.inputs, *program.outputs)}
-        self.whole = self.trained and roles.isdisjoint(_OF_STAGES)  # (a forward for its own sake may have no loss)
+        self.whole = self.trained and roles.isdisjoint(_OF_STAGES)  # (a program without a backward may have no loss)
         self.counts = {"regions": 0, "chunks": 0, "recomputed": 0}
         if LOSS in self.tiles:
             _sum_losses(program)
         self.axes = Axes(program)
         self.done: set[fx.Node] = set()
         self.results = set(program.output_values())
-        # Parameters, and what is computed from them alone.
+        # Parameters, and values that are computed from them alone.
         self.weights = set(program.input_nodes(InputRole.PARAMETER).values())
         for node in program.graph.nodes:
             if node.all_input_nodes and self.weights.issuperset(node.all_input_nodes) and node.op == "call_function":
@@ -129,10 +132,10 @@ class _Tiler:
             try:
                 self._tile(region, rows)
             except PlanError as error:
-                if self.trained:  # (of a pattern the first: its other regions have the same fault)
+                if self.trained:  # (only the first region of each pattern: the others have the same fault)
                     faults += [error] if error.where not in {f.where for f in faults} else []
                     continue
-                # (what a model is asked for beside its training may be whole logits)
+                # (outside of training a program may well have to return whole logits)
                 why, hint = str(error.why), str(error.hint)
                 self.program.remarks.append(Remark("tile", next(iter(region.nodes)).name, error.what, why, 0.0, hint))
         if faults:
@@ -145,7 +148,9 @@ class _Tiler:
 
     # -- the loss -----------------------------------------------------------------------------------------------------
     def _losses(self) -> list[tuple[_Region, list[Axis]]]:
-        """The forward from each product that gives logits on, and the axes of its rows."""
+        """Return a region for each product that gives logits, with all that the forward computes from it, and the axes
+        of its rows.
+        """
         if LOSS not in self.tiles:
             return []
         found: dict[fx.Node, fx.Node] = {}
@@ -171,7 +176,9 @@ class _Tiler:
         return regions
 
     def _product(self, logits: fx.Node) -> fx.Node | None:
-        """The product with a weight that logits come from, through what is as large."""
+        """Return the product with a weight that logits come from, through values that are as large; None if there is
+        none.
+        """
         size, stack = elements(logits), [logits]
         while stack:
             node = stack.pop()
@@ -199,14 +206,14 @@ class _Tiler:
         regions = []
         for (pattern, path), all_of_it in nodes.items():
             calls = [(call, self._given(call)) for call in _calls(all_of_it)]
-            calls = [(call, given) for call, given in calls if given]  # (others are constants)
+            calls = [(call, given) for call, given in calls if given]  # (a call without inputs computes constants)
             for number, (call, given) in enumerate(calls, 1):
                 name = path if len(calls) == 1 else f"{path} (call {number})"
                 regions.append((_Region(pattern, name, patterns[pattern], call), self._axes_of(given)))
         return regions
 
     def _given(self, nodes: Collection[fx.Node]) -> list[fx.Node]:
-        """What comes into a region, but for weights."""
+        """Return the inputs of a region, without weights."""
         return [o for n in nodes for o in n.all_input_nodes if o not in nodes and o not in self.weights]
 
     # -- any of them --------------------------------------------------------------------------------------------------
@@ -214,7 +221,11 @@ class _Tiler:
         return [*dict.fromkeys(a for n in nodes for shape in self.axes.shapes(n) for dim in shape for a in dim)]
 
     def _tile(self, region: _Region, rows: list[Axis]) -> None:
-        """Rows that divide into equal chunks come first, and of these the outermost. What weights have that the region reads is no axis of rows."""
+        """Run a region in chunks along the first of these axes that allows it.
+
+        Axes that divide into equal chunks come first, in their order. An axis of a weight that the region reads is no
+        axis of rows.
+        """
         if region.given is not None:
             raise region.error(
                 "the logits are an output of the model: they would have to be whole",
@@ -273,7 +284,7 @@ class _Tiler:
         return region.error(f"{region.path!r} can't be tiled", why, hint)
 
     def _sorted(self, region: _Region, axis: Axis) -> tuple[Sorted, Sorted | None] | Obstacle | None:
-        """The forward and the backward of a region, along an axis; None where nothing would run in chunks."""
+        """Return the forward and the backward of a region, sorted for an axis; None where nothing would run in chunks."""
         bound = self._bound(region.nodes, axis) if region.bound is None else region.bound
         small = bound if region.small is None else min(bound, region.small)
         forward = self._grown(region.nodes, axis, bound, small, Phase.FORWARD)
@@ -291,17 +302,17 @@ class _Tiler:
         return forward, backward if backward.nodes else None
 
     def _bound(self, nodes: Collection[fx.Node], axis: Axis) -> int:
-        """The elements of the largest value that comes in or goes out."""
+        """Return the number of elements of the region's largest input or output."""
         given = {o for n in nodes for o in n.all_input_nodes if o not in nodes}
         given |= {n for n in nodes if self._escapes(n, nodes)}
         return max((elements(n) for n in given if rows_of(self.axes, n, axis)), default=0)
 
     def _escapes(self, node: fx.Node, nodes: Collection[fx.Node]) -> bool:
-        """Does the rest of the forward read it, or does it leave the program?"""
+        """Return whether the rest of the forward reads a value, or it leaves the program."""
         return node in self.results or any(_of(Phase.FORWARD, u) and u not in nodes for u in node.users)
 
     def _grown(self, nodes: Collection[fx.Node], axis: Axis, bound: int, small: int, phase: Phase) -> Sorted | Obstacle:
-        """A region with all of its phase that makes, or reads, what is larger than the bound."""
+        """Return a region with all nodes of its phase that make, or read, values larger than the bound."""
         region = {n for n in nodes if info(n).chunk is None}
         while True:
             found = sort(self.program, self.axes, region, axis, bound, small)
@@ -325,7 +336,7 @@ def _of(phase: Phase, node: fx.Node) -> bool:
 
 
 def _named(program: Program, node: fx.Node, patterns: Collection[str]) -> dict[str, str]:
-    """By pattern: the outermost module around a node that it names."""
+    """Return, by pattern, the outermost module around a node that it names."""
     hits: dict[str, str] = {}
     for path in program.modules_around(node):
         for pattern in patterns:
@@ -335,7 +346,7 @@ def _named(program: Program, node: fx.Node, patterns: Collection[str]) -> dict[s
 
 
 def _behind(program: Program, first: fx.Node) -> dict[fx.Node, None]:
-    """A forward's node and all that is computed from it."""
+    """Return a forward's node and all nodes that are computed from it."""
     found = {first: None}
     for node in program.graph.nodes:
         if _of(Phase.FORWARD, node) and any(o in found for o in node.all_input_nodes):
@@ -344,7 +355,7 @@ def _behind(program: Program, first: fx.Node) -> dict[fx.Node, None]:
 
 
 def _between(program: Program, seeds: Collection[fx.Node]) -> set[fx.Node]:
-    """The nodes and those of the backward on any way from one of them to another."""
+    """Return these nodes and all nodes of the backward on a path from one of them to another."""
     below, above = set(seeds), set(seeds)
     for node in program.graph.nodes:
         if _of(Phase.BACKWARD, node) and any(o in below for o in node.all_input_nodes):
@@ -356,7 +367,7 @@ def _between(program: Program, seeds: Collection[fx.Node]) -> set[fx.Node]:
 
 
 def _calls(nodes: Sequence[fx.Node]) -> list[dict[fx.Node, None]]:
-    """The nodes of a module's calls: those of one read each other's values, those of two don't (or the calls would be one region)."""
+    """Return the nodes of each call of a module: those of one call read each other's values, those of two don't."""
     call: dict[fx.Node, list[fx.Node]] = {n: [n] for n in nodes}
     for node in nodes:
         for used in node.all_input_nodes:
@@ -368,12 +379,12 @@ def _calls(nodes: Sequence[fx.Node]) -> list[dict[fx.Node, None]]:
 
 # -- losses -----------------------------------------------------------------------------------------------------------
 def _picks(program: Program, node: fx.Node) -> bool:
-    """Is of each row one class looked up, of what is computed from this node?"""
+    """Return whether one class of each row is looked up in a value that is computed from this node."""
     return any(n.target in LOOK_UPS for n in _behind(program, node))
 
 
 def _sum_losses(program: Program) -> None:
-    """A mean over targets is written as their sum, divided behind it by their number: the sum can be computed in chunks."""
+    """Rewrite a mean over targets as their sum, divided by their number after it: the sum can be computed in chunks."""
     for node in program.graph.find_nodes(op="call_function", target=aten.nll_loss_forward.default):
         results = {getitem_of(user): user for user in node.users}
         if node.args[3] != _MEAN or 0 not in results:
