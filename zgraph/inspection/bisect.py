@@ -1,9 +1,9 @@
-"""The first pass that changes what a step computes: its programs after each pass, run on virtual ranks.
+"""Find the first pass that changes what a step computes, by running its programs after each pass on virtual ranks.
 
 A step's programs (forward and backward as a whole, then split) are compared with the plain model, an update's with the update before any
-pass. A pass is accused if something differs by more than rounding after it, and did not before it; if its contract says that it keeps
-every bit, and it does not; and if the verifier refuses what it leaves. Passes are run one after another: a later one may hide what an
-earlier one did, so that half the pipeline says nothing of the other half.
+pass. A pass is to blame if something differs by more than rounding after it and did not before it; if its contract says that it keeps
+every bit and it does not; and if the verifier refuses the program that it leaves. Passes are run one after another rather than bisected,
+because a later pass may hide what an earlier one did.
 """
 
 from __future__ import annotations
@@ -34,47 +34,43 @@ if TYPE_CHECKING:
     from zgraph.plan.plan import Plan
 
 STEP, UPDATE = "step", "update"
-SPLIT = "split"  # what comes after the last pass
+SPLIT = "split"  # the step after the last pass
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A program after one pass, run: `said_bitwise` is what the pass says of itself, `kept` whether it kept every bit of the program
-    before it, `worst` the tensor that is furthest from what it should be, if any is compared."""
+    """A program after one pass, run on virtual ranks."""
 
-    program: str
-    name: str
-    said_bitwise: bool
-    kept: bool
-    worst: Difference | None
+    program: str  # the pipeline's name: "step", one of its variants, or "update"
+    name: str  # the pass
+    said_bitwise: bool  # whether the pass's contract says that it keeps every bit
+    kept: bool  # whether it kept every bit of the results of the program before it
+    worst: Difference | None  # the tensor that differs most; None if none is compared
 
 
 @dataclass(frozen=True)
 class Culprit:
-    """A pass that changed what is computed.
+    """A pass that changed what is computed."""
 
-    `refused` is what the verifier has against its program, None for nothing. `beyond` are the tensors that differ by more than is
-    allowed and did not before it, `bits` those that a pass changed which says that it keeps bits (their errors are relative to the
-    program before it), the largest first. `changed` is what it did to the program; None of the capture and the split.
-    """
-
-    program: str
-    name: str
-    summary: str
-    refused: str | None
+    program: str  # the pipeline's name: "step", one of its variants, or "update"
+    name: str  # the pass
+    summary: str  # what the pass does
+    refused: str | None  # why the verifier refuses the program after it; None if it does not
+    # tensors that differ by more than is allowed and did not before it, the largest error first
     beyond: tuple[Difference, ...]
+    # tensors that it changed though it says that it keeps every bit, by errors relative to the program before
     bits: tuple[Difference, ...]
-    changed: diff.Difference | None
+    changed: diff.Difference | None  # what it did to the program; None for the capture and the split
 
 
 @dataclass(frozen=True)
 class Bisection:
-    """What `bisect` found: each pass's program, and the passes to blame, in the order of the pipeline. `failure` is what a pass said that
-    could not go on with what another left."""
+    """What `bisect` found."""
 
-    world: int
-    stages: tuple[Stage, ...]
-    culprits: tuple[Culprit, ...]
+    world: int  # the number of virtual ranks
+    stages: tuple[Stage, ...]  # each pass's program, in the order they ran
+    culprits: tuple[Culprit, ...]  # the passes to blame, in the order of the pipeline
+    # the error of a pass that could not handle the program that an earlier one left; None if all ran
     failure: str | None = None
 
     @property
@@ -127,9 +123,9 @@ def bisect(
 ) -> Bisection:
     """Run the programs of a step, and of its update, after each pass on `world` virtual ranks, and find the passes to blame.
 
-    `inputs` (the global batch) and `loss_fn` are those of `zgraph.verify`, which says what is compared, and raises the same. `bound` is the
-    relative error that is allowed; without, that of the dtype that is computed in (`zgraph.program.tolerance`). Raises `PlanError` for a plan with a
-    pipeline: of the wrong stage `zgraph.verify` says which it is.
+    `inputs` (the global batch) and `loss_fn` are as in `zgraph.verify`, which documents what is compared, and raises the same errors. `bound`
+    is the allowed relative error, by default that of the dtype that is computed in (`zgraph.program.tolerance`). Raises `PlanError` for a
+    plan with a pipeline: `zgraph.verify` says which of its stages is wrong.
     """
     plan.refuse_pipeline(world, "search for a faulty pass")
     if plan.wire.compresses:
@@ -171,7 +167,7 @@ def bisect(
 
 
 def _name(variant: Variant) -> str:
-    """ "step", or which of a step's other programs."""
+    """Return "step", with a text that tells a variant of the step from the others."""
     kinds = {
         "weights gathered before": variant.gathered_before,
         "gradients not reduced": not variant.reduce,
@@ -183,13 +179,13 @@ def _name(variant: Variant) -> str:
 
 @dataclass(frozen=True)
 class _Point:
-    """A place in a pipeline: what stands before it, and what the program there gives."""
+    """A position in a pipeline: the program there, and how to run it."""
 
-    name: str
-    summary: str
-    bitwise: bool
-    run: Callable[[], Results]
-    record: PassRecord | None
+    name: str  # the pass before it
+    summary: str  # what the pass does
+    bitwise: bool  # whether the pass says that it keeps every bit
+    run: Callable[[], Results]  # runs the program
+    record: PassRecord | None  # the pass's record; None for the split
 
     @classmethod
     def of(cls, record: PassRecord, run: Callable[[], Results]) -> _Point:
@@ -198,16 +194,17 @@ class _Point:
 
 
 class _Search:
-    """What was found so far: `failure` is that of a pass that did not come to its end."""
+    """What has been found so far. `failure` is the error of a pass that failed."""
 
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
         self.stages: list[Stage] = []
-        self.found: list[tuple[int, Culprit]] = []  # each with its place in its pipeline
+        self.found: list[tuple[int, Culprit]] = []  # (position in its pipeline, culprit)
         self.failure: PassError | None = None
 
     def passed(self, run: Callable[[], History]) -> list[PassRecord]:
-        """The records of a pipeline, as far as it came: what is wrong may be wrong before it fails."""
+        """Run a pipeline and return its records; if a pass fails, note the failure and return the records before it,
+        since the fault may be there."""
         try:
             return run().records
         except PassError as error:
@@ -217,7 +214,8 @@ class _Search:
             return error.history.records
 
     def along(self, program: str, points: Iterable[_Point], compare: Callable[[Results], list[Difference]]) -> None:
-        """Run a pipeline's programs, and note what each does to the results of the one before it."""
+        """Run a pipeline's programs one after another, and note what each pass does to the results of the program
+        before it."""
         known: set[tuple[str, str, int]] = set()
         last: _Point | None = None
         before: Results = []
@@ -231,16 +229,20 @@ class _Search:
             except Exception:
                 if refused is None:
                     raise
-                now = []  # (a program that breaks an invariant need not run)
+                now = []  # (a program that the verifier refuses need not run)
             compared = compare(now) if now else []
             beyond = [d for d in compared if not d.ok and (d.what, d.name, d.rank) not in known]
             bits = _changed_bits(before, now) if now else []
-            if bits and last is not None and _changed_bits(last.run(), before):  # (it differs from itself)
+            if (
+                bits and last is not None and _changed_bits(last.run(), before)
+            ):  # (the program before does not repeat its own bits)
                 bits = []
             worst = max(compared, key=lambda d: (not d.ok, d.error), default=None)
             self.stages.append(Stage(program, point.name, point.bitwise, not bits, worst))
             broken = bits if point.bitwise else []
-            if known:  # (after a fault only what was right says something: the rest hands on what is wrong)
+            if (
+                known
+            ):  # (after a fault only tensors that were right still tell something: others may carry the fault on)
                 beyond, broken, said = [d for d in beyond if (d.what, d.name) in before[d.rank]], [], None
             known |= {(d.what, d.name, d.rank) for d in beyond}
             if beyond or broken or said:
@@ -252,7 +254,7 @@ class _Search:
             last, before = point, now
 
     def _refusal(self, point: _Point, values: ValueCache) -> str | None:
-        """What the verifier has against a program; None for nothing."""
+        """Return why the verifier refuses a program; None if it does not."""
         if point.record is None:
             return None
         try:
@@ -262,7 +264,7 @@ class _Search:
         return None
 
     def culprits(self) -> tuple[Culprit, ...]:
-        """In the order of the pipelines, the step's before the update's; a pass of several programs once."""
+        """Return the passes to blame in the order of the pipelines, the step's before the update's, each once."""
         first: dict[tuple[bool, str], Culprit] = {}
         for _, culprit in sorted(self.found, key=lambda f: (f[1].program == UPDATE, f[0])):
             first.setdefault((culprit.program == UPDATE, culprit.name), culprit)
@@ -275,10 +277,13 @@ class _Search:
 
 
 def _changed_bits(before: Results, now: Results) -> list[Difference]:
-    """What a program gives otherwise than another did, with errors relative to that. Weights may be kept that were not."""
+    """Return the differences between the results of two programs, with errors relative to the earlier. Results of the
+    later only don't count: weights may be kept that were not before."""
     return [
         replace(difference(what, name, rank, values.get((what, name)), old), allowed=0.0, exact=False)
-        for rank, (earlier, values) in enumerate(zip(before, now, strict=False))  # (nothing is before the first)
+        for rank, (earlier, values) in enumerate(
+            zip(before, now, strict=False)
+        )  # (the first program has none before it)
         for (what, name), old in earlier.items()
         if not same_bits(values.get((what, name)), old)
     ]
@@ -289,6 +294,6 @@ def _sorted(differences: list[Difference]) -> tuple[Difference, ...]:
 
 
 def _data(difference: Difference) -> dict[str, Any]:
-    """(JSON has no infinity: an error that can't be measured is null there.)"""
+    """Return a difference as JSON, with null for an error that is not finite."""
     error = difference.error if math.isfinite(difference.error) else None
     return asdict(difference) | {"error": error, "ok": difference.ok}

@@ -1,6 +1,6 @@
-"""A bundle: a folder with all that can be seen of a compiled step, for another machine or another day.
+"""A bundle: a folder with everything that can be inspected of a compiled step, for another machine or another day.
 
-    bundle.json            what it is of, plan, hardware, programs with their passes and remarks, what was measured
+    bundle.json            the model, plan, hardware, programs with their passes and remarks, what was measured
     plan.json              the plan, as a file that `--plan` takes
     NAME/03-PASS.json      program NAME after its fourth pass, as `zgraph dump --format json` gives it
     NAME/03-PASS.txt       the same for people
@@ -9,7 +9,7 @@
     timeline.json          the simulated step for Perfetto: `zgraph timeline`
     report.html            all of it as one page: `zgraph report`
 
-Reading one loads neither torch nor a program, until something asks for it.
+Reading a bundle loads torch and a program only when something asks for the program.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ REMARK = ("made_by", "node", "what", "why", "seconds", "remedy", "text")
 
 
 def write(inspection: Inspection, folder: Path, written: set[str] | None = None, *, views: bool = True) -> None:
-    """Write a bundle; programs named in `written` lie there already, and those that are written now are added to it. Without
-    `views` what is made of them (remarks, memory, timeline, report) is left as it is.
+    """Write a bundle. Programs named in `written` are in the folder already; those written now are added to it. Without
+    `views` the files made of the programs (remarks, memory, timeline, report) are not written again.
 
-    The head comes last and in one move: a bundle that has one is whole. Raises `BundleError` where the folder can't be written.
+    The head (bundle.json) is written last and in one move: a bundle that has one is complete. Raises `BundleError` if the folder can't be
+    written.
     """
     written = set() if written is None else written
     try:
@@ -55,7 +56,7 @@ def write(inspection: Inspection, folder: Path, written: set[str] | None = None,
 
 
 def _clear(folder: Path) -> None:
-    """Take an earlier bundle away, its head first: what is half written has none."""
+    """Remove an earlier bundle, its head first, so that an incomplete one has no head."""
     try:
         names = [str(row["name"]) for row in _read_head(folder)["programs"]]
     except (BundleError, LookupError, TypeError):
@@ -67,7 +68,7 @@ def _clear(folder: Path) -> None:
 
 
 def _views(inspection: Inspection) -> dict[str, str]:
-    """The files that are made of the programs, by name."""
+    """Return the files that are made of the programs, by name."""
     from zgraph.inspection import html_report, memory, trace
 
     remarks = "\n".join(f"{r['program']}, {r['made_by']}: {r['text']}" for r in inspection.remarks())
@@ -81,7 +82,8 @@ def _views(inspection: Inspection) -> dict[str, str]:
 
 
 def read(folder: Path) -> Inspection:
-    """The bundle in a folder. Raises `BundleError` for none, one of another version, and one that is damaged."""
+    """Read the bundle in a folder. Raises `BundleError` for no bundle, one of another version, and one that is
+    damaged."""
     head = _read_head(folder)
     try:
         ways = {row["name"]: _way(row, folder) for row in head["programs"]}

@@ -1,7 +1,7 @@
-"""A plan against a model, a number of ranks and hardware: everything that would fail, at once.
+"""Check a plan against a model, a number of ranks and hardware, and report everything that would fail at once.
 
-Each check is a method that finds what it can; one that fails takes only those with it that need what it would have found. A plan with
-faults is checked without the keys that have them, so that the rest of it is checked as well.
+Each check is a method that yields what it finds. If one fails, only checks that need its result are skipped. A plan with faults is
+checked without the keys that have them, so that the rest of it is checked as well.
 """
 
 from __future__ import annotations
@@ -52,31 +52,31 @@ if TYPE_CHECKING:
     from zgraph.build.planned_step import Inputs
 
 ERROR, WARNING, NOTE = "error", "warning", "note"
-NAMED = 3  # parameters, tensors
-_STAND_INS = {"optimizer": {"name": "AdamW"}}  # for keys that others need, where their own value is faulty
-_FAR = 10**6  # a step at which schedules are tried
+NAMED = 3  # parameters or tensors that a finding names at most
+_STAND_INS = {"optimizer": {"name": "AdamW"}}  # replacements for faulty keys that other keys depend on
+_FAR = 10**6  # a late step at which learning-rate schedules are tried
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check has found: an "error" (it will fail), a "warning" (it costs, or surprises) or a "note"."""
+    """What a check has found."""
 
-    check: str
-    level: str
-    what: str
-    where: str | None = None
-    why: str | None = None
-    hint: str | None = None
+    check: str  # the check's name
+    level: str  # "error" (it will fail), "warning" (it costs or surprises) or "note"
+    what: str  # what is the case
+    where: str | None = None  # the key, module, file or line; None if there is none
+    why: str | None = None  # the reason, None where `what` says all
+    hint: str | None = None  # what to do about it, None if there is nothing
 
 
 @dataclass(frozen=True)
 class Checked:
-    """What all checks have found; which of them ran to their end, and those that could not run, with what they lacked."""
+    """The result of all checks."""
 
-    world: int | None
-    findings: tuple[Finding, ...]
-    passed: tuple[str, ...]
-    skipped: dict[str, str]
+    world: int | None  # the ranks that were checked for; None without a mesh that fits
+    findings: tuple[Finding, ...]  # what was found, in the order of the checks
+    passed: tuple[str, ...]  # the checks that found no error
+    skipped: dict[str, str]  # the checks that could not run, with what they needed
 
     @property
     def ok(self) -> bool:
@@ -93,16 +93,18 @@ def check(
     device: str | None = None,
     otherwise: str | None = None,
 ) -> Checked:
-    """Check a plan, or a file that should hold one, for a model and the inputs of one rank's batch, which `find` gives.
+    """Check a plan, or a file that should hold one, for a model and the inputs of one rank's batch, which `find`
+    returns.
 
-    `world` is by default that of the mesh. `device` names the hardware instead of the plan's, `otherwise` that of a plan which names none
-    (by default that of this machine's devices). What is wrong is found, not raised.
+    `world` is by default the mesh's number of ranks. `device` names the hardware in place of the plan's, `otherwise` the hardware for a plan
+    that names none (by default this machine's). Faults are returned as findings, not raised.
     """
     return _Checks(find, plan, world, device, otherwise).run()
 
 
 class _Checks:
-    """The checks, in order, with what they have found for each other: None is what could not be found."""
+    """The checks in their order, and what they find for each other; an attribute is None if its check has not found
+    it."""
 
     def __init__(
         self,
@@ -120,7 +122,7 @@ class _Checks:
         self.plan: Plan | None = None
         self.world: int | None = None
         self.sizes: dict[str, int] | None = None
-        self.assumed: tuple[int, dict[str, int]] = 1, {}  # a world and its mesh, where those asked for don't fit
+        self.assumed: tuple[int, dict[str, int]] = 1, {}  # a world and its mesh, also if the ones asked for don't fit
         self.hardware: Hardware | None = None
         self.costs: Costs | None = None
         self.model: nn.Module | None = None
@@ -252,7 +254,8 @@ class _Checks:
             yield Finding("target", NOTE, "the model is in eval mode", hint="model.train(), for a training step")
 
     def _passes(self) -> Iterator[Finding]:
-        """The passes and the policy of the user's, each by itself; then the contracts of those that are there."""
+        """Load each of the user's passes, and a policy for recomputation, and check the contracts of the pipelines with
+        those that load."""
         plan = self.plan
         assert plan is not None
         broken: list[str] = []
@@ -278,7 +281,7 @@ class _Checks:
                 variants = [(v, t) for v in (Variant(), Variant(reduce=False)) for t in (True, False)]
                 pipelines = [build(kept, v, training=t, costs=costs) for v, t in variants]
                 break
-            except PlanError as error:  # (a place that is not in the pipeline)
+            except PlanError as error:  # (a pass is to run at a position that the pipeline lacks)
                 fits = False
                 lost = next((p for p in changes["passes"] if repr(p.split()[0]) in error.what), None)
                 yield _finding("passes", error, where=f"passes: {lost}" if lost else None)
@@ -330,7 +333,7 @@ class _Checks:
             )
 
     def _unmatched(self, field: str) -> Iterator[Finding]:
-        """Patterns of one field that match nothing. What follows is checked without them."""
+        """Yield the patterns of one field that match nothing, and remove them from the plan for the later checks."""
         assert self.plan is not None and self.model is not None
         found = [f for f in unmatched(self.plan, self.model) if f.field == field]
         yield from (_finding(field, f.error) for f in found)
@@ -373,7 +376,7 @@ class _Checks:
         torch_scheduler(schedule, PlanOptimizer(members, dict(self.model.named_parameters()), None))
 
     def _placed(self) -> Plan:
-        """The plan with a place for what it offloads, where that can be said."""
+        """Return the plan with offload tiers resolved, where hardware and optimizer are known."""
         assert self.plan is not None and self.model is not None
         if self.costs is None or self.updatable is None:
             return self.plan
@@ -401,7 +404,8 @@ class _Checks:
             yield from self._folder(Path(folder).expanduser(), needed)
 
     def _folder(self, folder: Path, needed: int) -> Iterator[Finding]:
-        """A folder that values are offloaded to, on this machine: of what a rank needs, and of what all need who share it."""
+        """Check the folder that values are offloaded to, on this machine: that it can be written, and has room for this
+        rank's `needed` bytes and, as a warning, for those of all ranks."""
         there = next(p for p in (folder, *folder.absolute().parents) if p.exists())
         if there != folder and os.access(there, os.W_OK) and there.is_dir():
             yield Finding("offload", NOTE, "the folder is not there yet, and will be made", where=str(folder))
@@ -436,7 +440,7 @@ class _Checks:
 
     # -- programs -----------------------------------------------------------------------------------------------------
     def _capture(self) -> Iterator[Finding]:
-        """By the plan and its mesh, where these can be had: else by default ones, since the model is the same."""
+        """Capture the model for the plan and its mesh if these are valid, else for default ones."""
         assert self.model is not None and self.part is not None
         plan, world = Plan(backend="eager"), 1
         if self.plan is not None and self.specs is not None:
@@ -557,7 +561,7 @@ class _Checks:
             yield Finding("memory", NOTE, f"the peak is {said}: {share:.1%} of {self.hardware.name}")
 
     def _stages(self, plan: Plan, limit: int) -> Iterator[Finding]:
-        """Whether the model can be cut, whether the schedule can be, and the memory of the rank that takes most."""
+        """Forecast a plan with a pipeline, and compare the memory of the rank that needs most with the device's."""
         assert (
             self.model is not None and self.inputs is not None and self.world is not None and self.hardware is not None
         )
@@ -609,7 +613,7 @@ _SAID = {
 
 
 def _caught(name: str, look: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
-    """A check's findings, and what it raises as one more: the user's code may raise anything."""
+    """Yield a check's findings, and whatever it raises as one more: the user's code may raise anything."""
     try:
         yield from look()
     except ZgraphError as error:

@@ -1,7 +1,7 @@
-"""Plans compared for one model, and the best looked for: step time and peak by simulation, on the same batch.
+"""Compare plans for one model, and search for the best: step time and peak by simulation, on the same batch.
 
-Every plan gets the same batch of a rank, cut into its micro-batches. The search goes over ZeRO stages and numbers of micro-batches; what to
-compute again, to offload and to keep gathered is the budget's own search for each of them (`zgraph/build/memory_search.py`).
+Every plan gets the same batch of a rank, cut into its micro-batches. The search tries ZeRO stages and numbers of micro-batches; for each,
+the memory budget's own search (`zgraph/build/memory_search.py`) decides what to recompute, to offload and to keep gathered.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from zgraph.inspection.make_inspection import of_model
 from zgraph.inspection.memory import peak_of
 from zgraph.plan.plan import Plan
 
-RESERVE = 0.95  # of a device's memory, where no budget is given: the rest is the allocator's and the libraries'
+RESERVE = (
+    0.95  # the part of a device's memory that a plan without a budget may use; allocator and libraries need the rest
+)
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a plan takes for a rank's batch: `seconds` of a step with its update, `exposed` seconds of communication, `peak` bytes of the
-    `limit` that it has; or the `problem` with it. Of a plan with a pipeline they are those of the rank that has most, and `bubble` is
-    the part of all ranks' time in which they idle, None without one."""
+    """What a plan takes for a rank's batch, by simulation; with a pipeline, on the rank that takes most."""
 
-    name: str
-    plan: Plan
-    limit: int
-    seconds: float = float("inf")
-    exposed: float = 0.0
-    peak: int = 0
-    problem: str = ""
-    bubble: float | None = None
+    name: str  # the plan's name in the comparison
+    plan: Plan  # the plan
+    limit: int  # the bytes that it may use
+    seconds: float = float("inf")  # a step with its update
+    exposed: float = 0.0  # seconds of communication that are not hidden
+    peak: int = 0  # the most bytes of the device in use
+    problem: str = ""  # why it can't be used; "" if it can
+    bubble: float | None = None  # the part of all ranks' time in which they idle in a pipeline; None without one
 
     @property
     def possible(self) -> bool:
@@ -63,14 +63,15 @@ class Evaluation:
 
 
 def limit_of(plan: Plan) -> int:
-    """The bytes that a plan may take: its budget, else most of what its hardware has."""
+    """Return the bytes that a plan may use: its budget, else most of its hardware's memory."""
     return plan.memory_budget or int(costs_of(plan).hardware.capacity * RESERVE)
 
 
 def evaluate(
     model: nn.Module, inputs: Inputs, plan: Plan, world: int, name: str, limit: int | None = None
 ) -> Evaluation:
-    """One plan, for `world` ranks, within `limit` bytes (by default `limit_of` it); what is wrong with it is its `problem`."""
+    """Evaluate one plan for `world` ranks within `limit` bytes (by default `limit_of` it). An error becomes the
+    result's `problem`."""
     limit = limit_of(plan) if limit is None else limit
     try:
         if plan.pipeline_ranks(world) > 1:
@@ -85,7 +86,7 @@ def evaluate(
 
 
 def ranked(found: list[Evaluation]) -> list[Evaluation]:
-    """The fastest that fits first, those that don't fit last."""
+    """Sort evaluations: the fastest that fits first, those that don't fit last."""
     return sorted(found, key=lambda e: (not e.fits, e.seconds, e.peak))
 
 
@@ -97,9 +98,9 @@ def search(
     limit: int,
     said: Callable[[str], None] = lambda name: None,
 ) -> tuple[list[Evaluation], bool]:
-    """Plans like `base` of every ZeRO stage and of 1, 2, 4 … micro-batches (those that it has, if it is elastic), within `limit` bytes,
-    `ranked`; and whether they are all. `said` is told of each before it is evaluated. An interrupt (KeyboardInterrupt) ends the search: then
-    they are those that were evaluated before it."""
+    """Evaluate plans like `base` with every ZeRO stage and 1, 2, 4 … micro-batches (an elastic plan's own number),
+    within `limit` bytes; return them `ranked`, and whether all were evaluated. `said` is told of each before. An
+    interrupt (KeyboardInterrupt) ends the search early."""
     found: list[Evaluation] = []
     try:
         for plan in _variations(base, inputs, world, limit):
@@ -125,5 +126,5 @@ def _variations(base: Plan, inputs: Inputs, world: int, limit: int) -> Iterator[
 
 
 def rows_of(inputs: Inputs) -> int:
-    """The rows of a batch: dimension 0 of its tensors, the largest."""
+    """Return the rows of a batch: the largest dimension 0 of its tensors."""
     return max((x.shape[0] for x in pytree.tree_leaves(inputs) if isinstance(x, torch.Tensor) and x.dim()), default=1)

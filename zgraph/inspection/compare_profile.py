@@ -1,9 +1,9 @@
-"""The simulated step beside a PyTorch profile of a real run, node by node.
+"""Compare the simulated step with a PyTorch profile of a real run, node by node.
 
 A run marks each of its programs in a profile ("zgraph:train0.forward"). Inside such a range the operators that ran are in the
-program's order, so the n-th `aten::mm` is the n-th node that calls it. What Inductor fused has no operator of its own in a profile: of
-a range, what no operator took is set beside all of its other nodes together. Operators that the program lacks are told. On CUDA an
-operator's time is that of the kernels that it launched. Times are medians over the runs that the profile has.
+program's order, so the n-th `aten::mm` is the n-th node that calls it. What Inductor fused has no operator of its own in a profile: the
+time of a range that no operator took is compared with all of its other nodes together. Operators that the program lacks are reported. On
+CUDA an operator's time is that of the kernels that it launched. Times are medians over the runs that the profile has.
 """
 
 from __future__ import annotations
@@ -36,24 +36,23 @@ _QUIET = {
 
 @dataclass(frozen=True)
 class Row:
-    """A node, or the `fused` nodes of a range that have no operator of their own in the profile, taken together: seconds that were
-    forecast, and that were measured."""
+    """A node, or all nodes of a range that have no operator of their own in the profile, taken together."""
 
-    node: str
-    operator: str
-    module: str
-    forecast: float
-    measured: float
-    fused: int = 0
+    node: str  # the node's name, or a text for several
+    operator: str  # its operator as the profile calls it; "" for several
+    module: str  # its module; "" for several
+    forecast: float  # seconds by the simulation
+    measured: float  # median seconds in the profile
+    fused: int = 0  # how many nodes are taken together; 0 for a single node
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """All rows; for each range (name, seconds forecast, seconds measured, runs); and how often operators ran of which a range's program has
-    no node, or fewer: many of them say that the profile is of another program."""
+    """A simulated step beside a profile of it."""
 
-    rows: tuple[Row, ...]
-    ranges: tuple[tuple[str, float, float, int], ...]
+    rows: tuple[Row, ...]  # all rows
+    ranges: tuple[tuple[str, float, float, int], ...]  # (name, seconds forecast, seconds measured, runs) of each range
+    # runs of operators beyond the program's nodes of them; many mean that the profile is of another program
     strange: dict[str, int]
 
     def __str__(self) -> str:
@@ -80,14 +79,15 @@ class Comparison:
 
 @dataclass(frozen=True)
 class _Run:
-    """One range of a profile: its seconds, and the (operator, seconds) of what ran directly in it."""
+    """One run of a program in a profile."""
 
-    seconds: float
-    operators: list[tuple[str, float]]
+    seconds: float  # how long the range took
+    operators: list[tuple[str, float]]  # (operator, seconds) of what ran directly in it
 
 
 def beside(inspection: Inspection, profile: dict[str, Any]) -> Comparison:
-    """Set a step beside a profile (a Chrome trace of `torch.profiler`). Raises `TargetError` where no program of zgraph ran in it."""
+    """Compare a step with a profile (a Chrome trace of `torch.profiler`). Raises `TargetError` if no program of zgraph
+    ran in it."""
     runs = _runs([e for e in profile["traceEvents"] if e.get("ph") == "X" and "dur" in e])
     if not runs:
         raise TargetError(
@@ -111,7 +111,7 @@ def beside(inspection: Inspection, profile: dict[str, Any]) -> Comparison:
 
 # -- the profile ------------------------------------------------------------------------------------------------------------
 def _runs(events: list[dict[str, Any]]) -> dict[str, list[_Run]]:
-    """The runs of each of zgraph's programs, by their range's name."""
+    """Return the runs of each of zgraph's programs, by their range's name."""
     by_thread: dict[Any, list[dict[str, Any]]] = defaultdict(list)
     for event in events:
         if event.get("cat") in ("cpu_op", "user_annotation"):
@@ -131,7 +131,8 @@ def _runs(events: list[dict[str, Any]]) -> dict[str, list[_Run]]:
 
 
 def _joined(found: dict[str, list[_Run]]) -> dict[str, list[_Run]]:
-    """An update runs in chunks, "update0.0", "update0.1", …: their n-th runs are the n-th of the whole."""
+    """Join the chunks that an update runs in ("update0.0", "update0.1", …): the n-th run of each is part of the n-th
+    run of the whole."""
     joined: dict[str, list[_Run]] = {}
     chunks: dict[str, list[tuple[int, list[_Run]]]] = defaultdict(list)
     for name, runs in found.items():
@@ -150,7 +151,8 @@ def _joined(found: dict[str, list[_Run]]) -> dict[str, list[_Run]]:
 
 
 def _launches(events: list[dict[str, Any]]) -> dict[Any, list[tuple[float, float]]]:
-    """(when it was launched, microseconds on the device) of each kernel, by the thread that launched it, in order."""
+    """Return (when it was launched, microseconds on the device) of each kernel, in order, by the thread that launched
+    it."""
     lasted: dict[Any, float] = defaultdict(float)
     for event in events:
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
@@ -165,7 +167,8 @@ def _launches(events: list[dict[str, Any]]) -> dict[Any, list[tuple[float, float
 
 
 def _run(event: dict[str, Any], inside: Iterable[dict[str, Any]], kernels: list[tuple[float, float]] | None) -> _Run:
-    """What ran directly in a range; ranges and the call of compiled code are looked through."""
+    """Return a run with the operators that ran directly in the range. Ranges within it and the call of compiled code
+    are looked into, operators are not."""
     operators: list[tuple[str, float]] = []
     until = 0.0
     for one in inside:
@@ -177,7 +180,7 @@ def _run(event: dict[str, Any], inside: Iterable[dict[str, Any]], kernels: list[
 
 
 def _seconds(event: dict[str, Any], kernels: list[tuple[float, float]] | None) -> float:
-    """What an event took: on the device, if there is one, the kernels that it launched."""
+    """Return the seconds that an event took: those of the kernels that it launched, if there are any in its thread."""
     if kernels is None:
         return float(event["dur"]) / 1e6
     first = bisect.bisect_left(kernels, (event["ts"], 0.0))
@@ -187,7 +190,7 @@ def _seconds(event: dict[str, Any], kernels: list[tuple[float, float]] | None) -
 
 # -- the program ------------------------------------------------------------------------------------------------------------
 def _nodes(inspection: Inspection, name: str) -> tuple[list[fx.Node], Forecast | None]:
-    """The nodes that ran in a range of this name, and the forecast that they are in."""
+    """Return the nodes that ran in a range of this name, and the forecast of their program."""
     for way, forecast in inspection.forecasts():
         part = _part(way, name)
         if part is None:
@@ -204,17 +207,20 @@ def _nodes(inspection: Inspection, name: str) -> tuple[list[fx.Node], Forecast |
 
 
 def _part(way: Way, name: str) -> str | None:
-    """The part of a way's program that a range is of: "forward", "backward", "ahead0", "" for the whole; None if it is another's."""
+    """Return the part of a program that a range is of ("forward", "backward", "ahead0", "" for the whole); None if it
+    is of another program."""
     if name == way.name or name.startswith(f"{way.name}."):
         return name.removeprefix(way.name).removeprefix(".")
     kind, digits = re.match(r"([a-z]+)(\d*)", name).groups()  # type: ignore[union-attr]
-    if way.name == kind and digits:  # (a model's own program is "train", and that of a run "train0")
+    if (
+        way.name == kind and digits
+    ):  # (an inspection made of a model calls its program "train", a run calls it "train0")
         return name.removeprefix(kind + digits).removeprefix(".")
     return None
 
 
 def _expected(nodes: list[fx.Node], forecast: Forecast) -> dict[str, float]:
-    """Seconds of the compute stream by node: computing, starts of transfers, waits."""
+    """Return the simulated seconds of each node that computes, starts a transfer or waits for one."""
     names = {n.name for n in nodes}
     found = {n.name: 0.0 for n in nodes if computes(n) or collectives.is_start(n) or collectives.is_wait(n)}
     for span in forecast.spans:
@@ -227,7 +233,8 @@ def _expected(nodes: list[fx.Node], forecast: Forecast) -> dict[str, float]:
 
 
 def _strange(nodes: list[fx.Node], run: _Run) -> Counter[str]:
-    """How often operators ran of which there are fewer nodes. (Views and allocations are in no program, or are folded into it.)"""
+    """Count the runs of each operator beyond the program's nodes of it. (Views and allocations are left out: programs
+    lack or fold them.)"""
     ran = Counter(operator for operator, _ in run.operators)
     known = Counter(_event_name(node) for node in nodes)
     quiet = {_event_name(n) for n in nodes if not computes(n)} | _QUIET
@@ -237,7 +244,8 @@ def _strange(nodes: list[fx.Node], run: _Run) -> Counter[str]:
 
 
 def _rows(name: str, nodes: list[fx.Node], expected: dict[str, float], runs: list[_Run]) -> list[Row]:
-    """Each node beside its operator's occurrence; what is left of the range beside the nodes that have none."""
+    """Return a row for each node with an operator in the profile, and one for the rest of the nodes and the rest of the
+    range's time."""
     by_operator: dict[str, list[fx.Node]] = defaultdict(list)
     for node in nodes:
         by_operator[_event_name(node)].append(node)
@@ -264,6 +272,6 @@ def _rows(name: str, nodes: list[fx.Node], expected: dict[str, float], runs: lis
 
 
 def _event_name(node: fx.Node) -> str:
-    """An operator as a profile calls it: "aten::mm"."""
+    """Return the name that a profile has for a node's operator: "aten::mm"."""
     schema = getattr(node.target, "_schema", None)
     return str(schema.name) if schema is not None else str(node.target)

@@ -1,7 +1,8 @@
-"""What changed from one program to another: nodes added, removed, moved and changed, bytes, time and peak before and after.
+"""What changed from one program to another: nodes added, removed, moved and changed, and bytes, time and peak before
+and after.
 
-It compares programs as JSON, which both live ones and those of a bundle have: nothing is loaded for it. Nodes are the same if their names
-are: passes keep them. Of nodes that both have, those that were moved are the fewest whose removal leaves the same order in both (the
+Programs are compared as JSON, which live ones and those of a bundle both have, so no program is loaded. Nodes with equal names are the
+same node: passes keep names. Of the nodes in both, the moved ones are the fewest whose removal leaves the same order in both (the
 complement of a longest increasing subsequence; Fredman, 1975, "On computing the length of longest increasing subsequences").
 """
 
@@ -52,28 +53,27 @@ _HALF = ("float16", "bfloat16", "int16", "uint16")
 
 @dataclass(frozen=True)
 class Row:
-    """A node as the difference shows it: its operator, the bytes that it makes (none, if it only waits for others' or looks at
-    them), what it is for and whose it is."""
+    """A node as the difference shows it."""
 
-    name: str
-    operator: str
-    bytes: int
-    role: str
-    of: str
+    name: str  # its name
+    operator: str  # its operator, or its kind if it calls none
+    bytes: int  # the bytes that it allocates; 0 for a wait or a view
+    role: str  # its role
+    of: str  # its parameter or module; "" without one
 
 
 @dataclass(frozen=True)
 class Difference:
-    """From one program to another. `changed` are nodes whose operator, operands or type are others."""
+    """What changed from one program to another."""
 
-    before: str
-    after: str
-    added: tuple[Row, ...]
-    removed: tuple[Row, ...]
-    moved: tuple[Row, ...]
-    changed: tuple[Row, ...]
-    figures: tuple[Figures, Figures]
-    nodes: tuple[int, int]
+    before: str  # the name of the first
+    after: str  # the name of the second
+    added: tuple[Row, ...]  # nodes of the second only
+    removed: tuple[Row, ...]  # nodes of the first only
+    moved: tuple[Row, ...]  # nodes of both at another position
+    changed: tuple[Row, ...]  # nodes of both with another operator, operands or type
+    figures: tuple[Figures, Figures]  # time and memory before and after; zeros if not simulated
+    nodes: tuple[int, int]  # the number of nodes before and after
 
     @property
     def bytes(self) -> tuple[int, int]:
@@ -96,7 +96,8 @@ class Difference:
         }
 
     def by_operator(self) -> list[tuple[str, str, int, int]]:
-        """(what happened, operator and role, how many nodes, bytes), the most first."""
+        """Return (what happened, operator and role, number of nodes, bytes), in the order added, removed, moved,
+        changed, each the most nodes first."""
         found: Counter[tuple[str, str]] = Counter()
         size: Counter[tuple[str, str]] = Counter()
         for what in ("added", "removed", "moved", "changed"):
@@ -112,7 +113,8 @@ class Difference:
 def compare(
     before: Snapshot, after: Snapshot, names: tuple[str, str] | None = None, *, simulate: bool = True
 ) -> Difference:
-    """The difference of two programs, called by these names (by default their passes'). Without `simulate` its figures are zeros."""
+    """Return the difference of two programs, under these names (by default their passes'). Without `simulate` its
+    figures are zeros."""
     nodes, others = (_named(snapshot) for snapshot in (before, after))
     old = {row["name"]: row for row in nodes}
     new = {row["name"]: row for row in others}
@@ -133,13 +135,13 @@ def compare(
 
 
 def _largest(snapshot: Snapshot) -> dict[str, int]:
-    """The largest sizes of a program by name; of one that nothing bounds the typical one."""
+    """Return the upper bound of each size of a program by name; the typical value of a size without a bound."""
     known = snapshot.data.get("sizes", {}).get("symbols", ())
     return {size["name"]: size["typical"] if size["high"] is None else size["high"] for size in known}
 
 
 def row_of(row: dict[str, Any], sizes: Mapping[str, int]) -> Row:
-    """A node of a program in JSON, with its bytes at these sizes by name."""
+    """Return the row for a node of a program in JSON, with its bytes at these sizes by name."""
     record = row.get("info", {})
     of = record.get("param") or record.get("module") or ""
     operator = (row["target"] if row["op"] == "call_function" else row["op"]).removesuffix(".default")
@@ -149,7 +151,7 @@ def row_of(row: dict[str, Any], sizes: Mapping[str, int]) -> Row:
 
 
 def bytes_of(val: Any, sizes: Mapping[str, int]) -> int:
-    """Bytes of a value in JSON, at these sizes by name: of a tensor, or of those in a tuple."""
+    """Return the bytes of a value in JSON, a tensor or a tuple of values, at these sizes by name."""
     if isinstance(val, list):
         return sum(bytes_of(one, sizes) for one in val)
     if not isinstance(val, dict):
@@ -164,7 +166,7 @@ def bytes_of(val: Any, sizes: Mapping[str, int]) -> int:
 
 
 def _number(extent: int | str, sizes: Mapping[str, int]) -> int:
-    """An extent in JSON, which may be arithmetic on sizes."""
+    """Return an extent in JSON as a number; it may be an arithmetic expression in sizes."""
     if isinstance(extent, int):
         return extent
     from zgraph.torch_compat import symbols
@@ -173,7 +175,7 @@ def _number(extent: int | str, sizes: Mapping[str, int]) -> int:
 
 
 def _named(snapshot: Snapshot) -> list[dict[str, Any]]:
-    """The nodes of a program but for its output, which is no operator and has a name of its own in each graph."""
+    """Return the nodes of a program without its output node, which has a name of its own in each graph."""
     return [row for row in snapshot.data["nodes"] if row["op"] != "output"]
 
 
@@ -182,8 +184,8 @@ def _differs(old: dict[str, Any], new: dict[str, Any]) -> bool:
 
 
 def _longest_increasing(numbers: list[int]) -> set[int]:
-    """The positions of a longest increasing subsequence."""
-    ends: list[int] = []  # the smallest end of an increasing run, by its length
+    """Return the positions of a longest increasing subsequence."""
+    ends: list[int] = []  # the smallest last number of an increasing subsequence, by its length
     where: list[int] = []
     before = [-1] * len(numbers)
     for i, number in enumerate(numbers):

@@ -1,7 +1,9 @@
-"""What a report of a bug needs to say of a machine: versions, devices, links, disks, limits, and what is missing and what that costs.
+"""Describe a machine for a bug report: versions, devices, links, disks, limits, and what is missing and what that
+costs.
 
-Every part is looked at by itself: one that can't be read says why, and no other is lost. Nothing here is secret. Of the environment's
-variables only those of zgraph, PyTorch and what they stand on are shown, without passwords, and the home folder is written ~.
+Every section is read by itself: one that can't be read says why, and the others are still there. Nothing in it is secret: of the
+environment variables only those of zgraph, PyTorch and the libraries below them are shown, without passwords, and the home folder is
+written as ~.
 """
 
 from __future__ import annotations
@@ -26,44 +28,44 @@ from zgraph._version import __version__
 from zgraph.ranks.host import host_free, text_of
 
 PACKAGES = ("torch", "triton", "pydantic", "typer", "rich", "transformers", "numpy")
-SUPPORTED = (2, 11), (2, 15)  # torch, as pyproject.toml has it: from, and before
+SUPPORTED = (2, 11), (2, 15)  # versions of torch, as in pyproject.toml: from, and before
 PREFIXES = ("ZGRAPH_", "TORCH_", "TORCHINDUCTOR_", "TORCHDYNAMO_", "PYTORCH_", "NCCL_", "CUDA_", "OMP_")
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|KEY", re.IGNORECASE)
 _NO_DISKS = {"proc", "sysfs", "tmpfs", "devtmpfs", "devpts", "cgroup", "cgroup2", "mqueue", "squashfs", "securityfs"}
-SECONDS = 10  # for a program that is asked for its version
-MOUNTS = 8  # disks besides the folders that are asked for
+SECONDS = 10  # timeout of a program that is asked for its version
+MOUNTS = 8  # folders that are listed at most
 
 
 @dataclass(frozen=True)
 class Missing:
-    """Something that is not here, what that costs, and what to do about it."""
+    """Something that this machine lacks."""
 
-    what: str
-    cost: str
-    hint: str
+    what: str  # what is missing
+    cost: str  # what does not work without it
+    hint: str  # what to do about it
 
 
 @dataclass(frozen=True)
 class Environment:
-    """A machine by sections, each a mapping of what can be said; or {"error": why it can't}. `disks` are by folder."""
+    """A machine, by sections: each is a mapping of what is known, or {"error": why it can't be read}."""
 
-    versions: dict[str, Any]
-    system: dict[str, Any]
-    cpu: dict[str, Any]
-    memory: dict[str, Any]
-    devices: dict[str, Any]
-    links: dict[str, Any]
-    disks: dict[str, Any]
-    limits: dict[str, Any]
-    variables: dict[str, Any]
-    missing: tuple[Missing, ...]
+    versions: dict[str, Any]  # versions of zgraph, Python and packages, None for a missing one
+    system: dict[str, Any]  # the operating system
+    cpu: dict[str, Any]  # the processor, its cores and vector instructions
+    memory: dict[str, Any]  # the host's memory, in bytes
+    devices: dict[str, Any]  # CUDA devices and their driver
+    links: dict[str, Any]  # communication libraries, and links between devices
+    disks: dict[str, Any]  # free bytes and file system, by folder
+    limits: dict[str, Any]  # limits of this process
+    variables: dict[str, Any]  # environment variables that matter
+    missing: tuple[Missing, ...]  # what is missing, and what that costs
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def environment() -> Environment:
-    """This machine. Never raises."""
+    """Describe this machine. Never raises."""
     sections = {
         "variables": _variables,  # (first: importing torch sets some)
         "versions": _versions,
@@ -87,7 +89,7 @@ def _said(look: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def _plain(text: str) -> str:
-    """A text without the user's name in it."""
+    """Replace the home folder, and so the user's name, in a text by ~."""
     home = str(Path.home())
     return text.replace(home, "~") if len(home) > 1 else text
 
@@ -106,7 +108,7 @@ def _versions() -> dict[str, Any]:
 
 
 def _compiler() -> str | None:
-    """The C++ compiler's first line of its version; None without one."""
+    """Return the first line of the C++ compiler's version; None without a compiler."""
     path = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
     if path is None:
         return None
@@ -185,13 +187,14 @@ def _links() -> dict[str, Any]:
 
 
 def _nvlink() -> dict[str, Any]:
-    """What `nvidia-smi topo -m` says stands between pairs of devices: NV18 are 18 links."""
+    """Return the kinds of NVLink between devices by `nvidia-smi topo -m`: NV18 means 18 links."""
     done = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=SECONDS, check=True)
     return {"found": ", ".join(sorted(set(re.findall(r"\bNV\d+\b", done.stdout)))) or "none"}
 
 
 def _disks() -> dict[str, Any]:
-    """The folders where offloaded values could go: this one, that for temporary files, and a writable one on each other disk."""
+    """Describe the folders that values could be offloaded to: the current one, that for temporary files, and a writable
+    one on each other disk."""
     mounts = [line.split() for line in text_of("/proc/mounts").splitlines()]
     kinds = {row[1].replace(r"\040", " "): row[2] for row in mounts if len(row) > 2}
     folders = [Path.cwd(), Path(tempfile.gettempdir())]

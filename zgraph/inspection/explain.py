@@ -1,7 +1,7 @@
-"""Why something is as it is: a node, a parameter, a pass, the peak of memory, or what was missed.
+"""Explain a node, a parameter, a pass, the peak of memory, or what the passes missed.
 
-The answer is a chain of statements: what is so, why, what it costs, and what would change it. It is read from the programs after
-each pass, the simulated step and the passes' remarks: nothing is decided again.
+The answer is a list of statements: what is the case, why, what it costs, and what would change it. All of it is read from the programs
+after each pass, the simulated step and the passes' remarks.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ _SMALLER = {
 
 @dataclass(frozen=True)
 class Statement:
-    """What is so; and as far as they are known why, what it costs, and what to do about it."""
+    """One fact and, as far as they are known, its reason, its cost and a remedy."""
 
-    what: str
-    why: str = ""
-    cost: str = ""
-    remedy: str = ""
+    what: str  # the fact
+    why: str = ""  # the reason; "" if unknown
+    cost: str = ""  # what it costs in time or bytes; "" if nothing
+    remedy: str = ""  # what would change it; "" if nothing
 
     def __str__(self) -> str:
         parts = (("why", self.why), ("cost", self.cost), ("to do", self.remedy))
@@ -61,11 +61,11 @@ class Statement:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The statements about a `subject`, which is of a `kind`: "node", "parameter", "pass", "peak" or "missed"."""
+    """The statements about one subject."""
 
-    subject: str
-    kind: str
-    statements: tuple[Statement, ...]
+    subject: str  # the name that was asked for
+    kind: str  # "node", "parameter", "pass", "peak" or "missed"
+    statements: tuple[Statement, ...]  # what there is to say of it
 
     def __str__(self) -> str:
         head = self.subject if self.subject == self.kind else f"{self.kind} {self.subject}"
@@ -76,8 +76,8 @@ class Explanation:
 
 
 def explain(inspection: Inspection, what: str) -> Explanation:
-    """Why `what` is as it is: "peak", "missed", or the name of a parameter, a pass or a node (of the finished programs, or of an earlier one).
-    Where a name is that of several, "parameter:NAME", "pass:NAME" or "node:NAME" says which.
+    """Explain `what`: "peak", "missed", or the name of a parameter, a pass or a node (of the finished programs, or of
+    an earlier one). Where several have the name, "parameter:NAME", "pass:NAME" or "node:NAME" chooses one.
 
     Raises `TargetError` with the nearest names for anything else.
     """
@@ -204,7 +204,7 @@ def _purpose(way: Way, node: fx.Node) -> str:
 
 
 def _made(way: Way, node: fx.Node) -> Iterator[Statement]:
-    """Who made it; what it repeats, and so on to the first."""
+    """Yield which pass inserted a node, and why, if it repeats another node."""
     if not has_info(node):
         return
     record = info(node)
@@ -400,7 +400,7 @@ def _why_once(inspection: Inspection, way: Way, name: str) -> str:
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
-    """What computes with a value, itself or through views."""
+    """Return the nodes that compute with a value, directly or through views."""
     found = []
     for user in node.users:
         found += _readers(user) if aliased_input(user) is not None else [user]
@@ -408,7 +408,7 @@ def _readers(node: fx.Node) -> list[fx.Node]:
 
 
 def _for(start: fx.Node) -> Phase:
-    """The phase that a transfer is for: it may start in the one before."""
+    """Return the phase that a transfer is for; the transfer may start in the phase before."""
     return next((info(user).phase for user in start.users if collectives.is_wait(user)), info(start).phase)
 
 

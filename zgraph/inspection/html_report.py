@@ -1,8 +1,9 @@
-"""The report: all of an inspection as one HTML page that needs nothing else, neither a network nor a library.
+"""The report: all of an inspection as one HTML page that needs neither a network nor a library.
 
-Figures, plan and remarks stand in the page as text, so they are seen at once; the programs lie in it as one compressed block, which the
-page's scripts unpack. Names are the user's and may hold anything: in the page they are escaped, in the block they are letters and
-digits, and scripts put them into the page as text. A policy of the page forbids every script but its own, and every connection.
+Figures, plan and remarks are text in the page, so they are seen at once; the programs are one compressed block in it, which the page's
+scripts unpack. Names are the user's and may hold anything: in the page they are escaped, in the block they are encoded as letters and
+digits, and scripts put them into the page as text. The page's content security policy forbids every script but its own, and every
+connection.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from zgraph.inspection.page.summary import remarks_of, summary_of, title_of
 
 
 def page_of(inspection: Inspection) -> str:
-    """The page."""
+    """Return the page."""
     style, script = _asset("page.css"), _script()
     return Template(_asset("page.html")).substitute(
         title=title_of(inspection),
@@ -42,11 +43,11 @@ def _asset(name: str) -> str:
 
 @cache
 def _script() -> str:
-    """The scripts as one, which leaves no names in the page."""
+    """Return all scripts as one, which leaves no global names in the page."""
     parts = "\n".join(_asset(name) for name in SCRIPTS)
     return f'(() => {{\n"use strict";\n{parts}\n}})();\n'
 
 
 def _allowed(text: str) -> str:
-    """An inline style or script as a content security policy names it: by its hash."""
+    """Return the hash by which a content security policy allows an inline style or script."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode('ascii')}'"

@@ -1,6 +1,6 @@
-"""`Inspection`: a compiled step with all that can be asked of it.
+"""`Inspection`: a compiled step, with its programs after every pass and its forecast.
 
-`make_inspection.py` makes one of a model or of a running one, `bundle.py` of a bundle.
+`make_inspection.py` makes one of a model or of a running model, `bundle.py` reads one from a bundle.
 """
 
 from __future__ import annotations
@@ -26,21 +26,20 @@ STEP, UPDATE, EVALUATION = "step", "update", "evaluation"
 
 @dataclass(eq=False)
 class Way:
-    """A program's way through its passes.
+    """A program after each of its passes.
 
-    `kind` says what it is: a training `STEP` (forward and backward), an `UPDATE`, or an `EVALUATION` without gradients. `runs` is how
-    often a training step runs it: of several micro-batches the first, those that follow and the last may have programs of their
-    own, which belong to the same `step`. `held` are the bytes of the device that are taken besides while it runs: states of the optimizer,
-    gradients that wait, parameters that it does not use. `remarks` are what its passes missed, as `Remark`'s fields and its "text".
+    Of several micro-batches the first, the following ones and the last may have programs of their own, which belong to the same `step`.
     """
 
-    name: str
-    kind: str
-    snapshots: list[Snapshot]
+    name: str  # the program's name
+    kind: str  # a training `STEP` (forward and backward), an `UPDATE`, or an `EVALUATION` without gradients
+    snapshots: list[Snapshot]  # the program as captured, then after each pass
+    # bytes of the device in use besides while it runs: optimizer states, waiting gradients, parameters that it does not
+    # use
     held: int
-    remarks: list[dict[str, Any]]
-    step: str = ""
-    runs: int = 1
+    remarks: list[dict[str, Any]]  # what its passes missed: `Remark`'s fields and its "text"
+    step: str = ""  # the name of the step that it belongs to
+    runs: int = 1  # how often a training step runs it
 
     @property
     def last(self) -> Snapshot:
@@ -48,7 +47,7 @@ class Way:
         return self.snapshots[-1]
 
     def after(self, name: str) -> Snapshot:
-        """The program after a pass. Raises `PassError` with the nearest right name."""
+        """Return the program after a pass. Raises `PassError` with the nearest right name."""
         found = next((s for s in self.snapshots if s.name == name), None)
         if found is None:
             hint = did_you_mean(name, [s.name for s in self.snapshots])
@@ -56,25 +55,22 @@ class Way:
         return found
 
     def before(self, name: str) -> Snapshot | None:
-        """The program that a pass was given; None for the capture."""
+        """Return the program that a pass was given; None for the capture."""
         at = self.snapshots.index(self.after(name))
         return self.snapshots[at - 1] if at else None
 
 
 @dataclass(eq=False)
 class Inspection:
-    """A step as a plan makes it for `world` ranks, whose update runs `late`, beside the next step, or behind it.
+    """A step as a plan makes it for `world` ranks."""
 
-    `origin` says of what it is. `ways` are its programs by name. `plan_data` and `hardware` are the plan and the costs' hardware as
-    JSON; `measured` is what a run has shown of it: "steps", "seconds" of the median step, "peak" bytes (None where nobody counted).
-    """
-
-    origin: str
-    world: int
-    ways: dict[str, Way]
-    plan_data: dict[str, Any]
-    hardware: dict[str, Any]
-    late: bool = False
+    origin: str  # the name of the model, target or bundle that it is of
+    world: int  # the number of ranks
+    ways: dict[str, Way]  # its programs by name
+    plan_data: dict[str, Any]  # the plan as JSON
+    hardware: dict[str, Any]  # the costs' hardware as JSON
+    late: bool = False  # whether the update runs beside the next step
+    # of a run: "steps", "seconds" of the median step, "peak" bytes (None if not counted)
     measured: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
@@ -86,7 +82,7 @@ class Inspection:
 
     @cached_property
     def costs(self) -> Costs:
-        """What decisions were made from."""
+        """The costs that the passes' decisions were made from."""
         from zgraph.passes.analysis.costs import Costs, Hardware
 
         with self._said():
@@ -94,7 +90,7 @@ class Inspection:
 
     @contextlib.contextmanager
     def _said(self) -> Iterator[None]:
-        """A plan or hardware that means nothing is that of the bundle."""
+        """Turn a `PlanError` of an invalid plan or hardware into a `BundleError` that names the bundle."""
         try:
             yield
         except PlanError as error:
@@ -103,8 +99,8 @@ class Inspection:
 
     # -- programs -----------------------------------------------------------------------------------------------------
     def way(self, name: str | None = None) -> Way:
-        """A program's way by its name, by default that of the training step made last (of its first micro-batch). Raises `TargetError`
-        for none of that name, and where there is no program at all."""
+        """Return the program of this name, by default that of the training step made last (of its first micro-batch).
+        Raises `TargetError` if none has the name, and if there is no program at all."""
         if not self.ways:
             raise TargetError(
                 "there is no program yet", where=self.origin, hint="a first step, or zgraph.compile(…, inputs=…)"
@@ -119,12 +115,13 @@ class Inspection:
 
     @property
     def update(self) -> Way | None:
-        """The update that belongs to the step: the last that was made."""
+        """The update of the step: the last one made; None without one."""
         found = [w for w in self.ways.values() if w.kind == UPDATE]
         return found[-1] if found else None
 
     def only(self, name: str | None) -> Inspection:
-        """This inspection with one of several steps, with its update, or with one other program alone. Raises as `way`."""
+        """Return this inspection with only the step that this program belongs to and its update, or with only this
+        other program. Raises as `way`."""
         if name is None:
             return self
         chosen = self.way(name)
@@ -133,8 +130,8 @@ class Inspection:
         return replace(self, ways={w.name: w for w in wanted})
 
     def at(self, sizes: Mapping[str, int]) -> Inspection:
-        """This inspection with its programs at these sizes, by name; at the typical ones where none is given. Raises `TargetError` for a name that
-        no program has, and for sizes that none of the programs is for."""
+        """Return this inspection with its programs at these sizes, by name; at the typical ones where none is given.
+        Raises `TargetError` for a name that no program has, and for sizes that a program is not for."""
         made: dict[str, Way] = {}
         names: set[str] = set()
         for name, way in self.ways.items():
@@ -158,7 +155,7 @@ class Inspection:
         return replace(self, ways=made)
 
     def step_ways(self) -> list[Way]:
-        """What a step runs, in order."""
+        """Return the programs that a step runs, in order."""
         first = self.way()
         ways = [w for w in self.ways.values() if w.step == first.step]
         return [*ways, *([self.update] if self.update is not None and first.kind == STEP else [])]
@@ -166,8 +163,8 @@ class Inspection:
     # -- what it takes ------------------------------------------------------------------------------------------------
     @cached_property
     def forecast(self) -> StepForecast:
-        """The step with all its micro-batches and its update, simulated by `costs`. The first gathers of the first one run beside the
-        update of the step before."""
+        """The simulation of the step with all its micro-batches and its update. The first micro-batch's first gathers
+        run beside the update of the step before."""
         from zgraph.passes.analysis.simulator import StepForecast, simulate
 
         ways = self.step_ways()
@@ -180,18 +177,19 @@ class Inspection:
         return StepForecast((*found, *updates), self.costs.hardware.step, self.late and bool(updates), runs)
 
     def forecasts(self) -> list[tuple[Way, Forecast]]:
-        """Each program of a step with what it takes."""
+        """Return each program of a step with its forecast."""
         return list(zip(self.step_ways(), self.forecast.programs, strict=True))
 
     def lives(self, way: Way) -> list[Life]:
-        """What takes memory in a program, and from when to when."""
+        """Return the values that take memory in a program, with the positions from and to which they live."""
         from zgraph.passes.analysis.memory import lives
 
         return lives(way.last.program, self.costs.fused)
 
     def remarks(self) -> list[dict[str, Any]]:
-        """What passes missed in the step and its update, the costliest first; each says of which program it is. What the update before
-        the step hides was not missed: a pass does not know of it."""
+        """Return what passes missed in the step and its update, the costliest first, each with its program's name.
+        Remarks on collectives that nothing waits for in the forecast are left out: the update before the step may hide
+        them, which a pass does not know."""
         from zgraph.inspection.stalls import exposed_by_transfer, transfer_of
         from zgraph.program import collectives
 

@@ -1,4 +1,4 @@
-"""Makes an `Inspection`: of a model and a plan, for any number of ranks without any, or of a running model."""
+"""Make an `Inspection` of a model and a plan, for any number of ranks that need not exist, or of a running model."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ def of_model(
     pass_filter: PassFilter | None = None,
     captured: Program | None = None,
 ) -> Inspection:
-    """What a plan makes of a model, for so many ranks, without any. `inputs` are a rank's batch, which is cut into the plan's
-    micro-batches (of an elastic plan: see `first_part`). The model may be on the meta device and is not changed. `captured` is what was
-    captured of it by this plan already. Raises what `zgraph.compile` does, and `StepError` for a batch that can't be cut so."""
+    """Inspect what a plan makes of a model, for `world` ranks that need not exist. `inputs` are a rank's batch, which
+    is cut into the plan's micro-batches (of an elastic plan: see `first_part`). The model may be on the meta device and
+    is not changed. `captured`: the model as captured by this plan already. Raises what `zgraph.compile` does, and
+    `StepError` for a batch that can't be cut so."""
     from zgraph.build.planned_step import planned_step, split_inputs
 
     plan, costs = plan.for_world(world), costs_of(plan)
@@ -45,7 +46,9 @@ def of_model(
     made = planned_step(model, plan, part, world, costs, pass_filter or EVERY_PASS, captured)
     ways = _step_ways(made.step, costs, made.step.runs())
     update = made.update()
-    ways += [_way(update, 0, costs)] if update is not None else []  # (it takes all states itself)
+    ways += (
+        [_way(update, 0, costs)] if update is not None else []
+    )  # (all states are its own inputs, so none are held besides)
     hardware = costs.hardware.model_dump(mode="json")
     return Inspection(origin, world, {w.name: w for w in ways}, plan.model_dump(mode="json"), hardware, made.late)
 
@@ -60,8 +63,9 @@ def of_stage(
     origin: str = "",
     pass_filter: PassFilter | None = None,
 ) -> Inspection:
-    """What a plan with a pipeline makes of one stage of a model, and the update of the rank that has it. Its `world` are the ranks that run
-    these programs. All else is as in `of_model`; raises what it does, and `PlanError` for a stage that there is none of."""
+    """Inspect what a plan with a pipeline makes of one stage of a model, and the update of the rank that has it. Its
+    `world` is the number of ranks that run these programs. All else is as in `of_model`; raises what that does, and
+    `PlanError` for a stage that does not exist."""
     from zgraph.forecast.pipeline_plan import planned_stages
     from zgraph.forecast.stages import besides, micro_batch
 
@@ -70,7 +74,7 @@ def of_stage(
     step, parts = made.step(stage), plan.micro_batches
     each = [("first", PLAIN, 1), ("next", Variant(step.keeps), parts - 1)] if parts > 1 else [("first", PLAIN, 1)]
     ways = _step_ways(step, costs, step.runs() if made.once else each)
-    if pass_filter is None:  # (what is in flight is known of finished programs)
+    if pass_filter is None:  # (values in flight are only known once all passes have run)
         around = besides(made, stage)
         for way in ways:
             way.held += around
@@ -83,7 +87,7 @@ def of_stage(
 
 
 def of_runtime(runtime: Runtime) -> Inspection:
-    """A running model's programs so far, and what was measured of its steps."""
+    """Inspect a running model's programs so far, with what was measured of its steps."""
     ways: dict[str, Way] = {}
     for entry in runtime.entries.values():
         for program in entry.every_program():
@@ -104,8 +108,8 @@ def of_runtime(runtime: Runtime) -> Inspection:
 
 
 def _step_ways(step: StepProgram, costs: Costs, parts: list[tuple[str, Variant, int]]) -> list[Way]:
-    """The programs of a step: "train0" of its first micro-batch, "train0-next" and "train0-last" of others, if there are any; `parts` are
-    what `StepProgram.runs` gives."""
+    """Return the programs of a step: "train0" for its first micro-batch, "train0-next" and "train0-last" for others, if
+    there are any. `parts` is what `StepProgram.runs` returns."""
     if not step.differentiated:
         return [_way(step.history(), step.outside.held, costs)]
     ways = []
@@ -113,7 +117,9 @@ def _step_ways(step: StepProgram, costs: Costs, parts: list[tuple[str, Variant, 
         history = step.history(variant)
         came = sum(most_bytes(n) for n in history.program.input_nodes(InputRole.ACCUMULATOR).values())
         name = step.name if which == "first" else f"{step.name}-{which}"
-        way = _way(history, max(0, step.outside.held - came), costs, name)  # (what came is the program's)
+        way = _way(
+            history, max(0, step.outside.held - came), costs, name
+        )  # (accumulated gradients are the program's own inputs)
         way.step, way.runs = step.name, runs
         ways.append(way)
     return ways
@@ -128,7 +134,7 @@ def _way(history: History, held: int, costs: Costs, name: str | None = None) -> 
 
 
 def kind_of(program: Program) -> str:
-    """What a finished program is: see `Way`."""
+    """Return the kind of a finished program: see `Way.kind`."""
     if any(p.role is InputRole.GRADIENT for p in program.inputs):
         return UPDATE
     trains = any(p.role in (OutputRole.GRADIENT, OutputRole.RETURNED) for p in program.outputs)

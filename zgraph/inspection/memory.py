@@ -1,4 +1,5 @@
-"""Where a step's memory goes: the peak, what holds it, and the curve over the step, by category and by module."""
+"""Where a step's memory goes: the peak, the values alive there, and the curve over the step, by category and by
+module."""
 
 from __future__ import annotations
 
@@ -16,41 +17,41 @@ from zgraph.plan.communication import parse_bytes
 from zgraph.program.node import info, value
 from zgraph.program.printer import type_text
 
-HELD = "held besides"  # states of the optimizer, and gradients that wait, while forward and backward run
-HOLDERS = 20
+HELD = "held besides"  # optimizer states and waiting gradients, while forward and backward run
+HOLDERS = 20  # tensors that a peak lists at most, by default
 
 
 @dataclass(frozen=True)
 class Holder:
-    """One tensor that is there at the peak: whose it is, its bytes, and the positions of the program at which it comes and goes."""
+    """One tensor that is alive at the peak."""
 
-    node: str
-    type: str
-    category: str
-    bytes: int
-    module: str
-    source: str
-    born: int
-    gone: int
+    node: str  # the node that makes it
+    type: str  # its dtype and shape, as text
+    category: str  # its category of memory
+    bytes: int  # its size
+    module: str  # the module that it belongs to
+    source: str  # the user's "file:line"; "" if unknown
+    born: int  # the position of the program at which it is allocated
+    gone: int  # the position at which it is free again
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The most that a step takes of the device: in which program, at which node and second, bytes in all, by category and by module, and
-    the largest tensors."""
+    """The most bytes of the device that a step has in use."""
 
-    program: str
-    node: str
-    position: int
-    seconds: float
-    bytes: int
-    categories: dict[str, int]
-    modules: dict[str, int]
-    holders: tuple[Holder, ...]
+    program: str  # the program that reaches it
+    node: str  # the node that reaches it
+    position: int  # the node's position in the program
+    seconds: float  # the time since the program's start
+    bytes: int  # all bytes in use
+    categories: dict[str, int]  # bytes by category, the largest first
+    modules: dict[str, int]  # bytes by module, the largest first
+    holders: tuple[Holder, ...]  # the largest tensors
 
 
 def peak_of(inspection: Inspection, count: int = HOLDERS, category: str | None = None) -> Peak:
-    """The peak of a step, or of one `category` of its memory, with the `count` largest tensors there (of that category)."""
+    """Return the peak of a step, or of one `category` of its memory, with the `count` largest tensors alive at it (of
+    that category)."""
     found = [(total_at(way, forecast, category), way, forecast) for way, forecast in inspection.forecasts()]
     (size, position), way, forecast = max(found, key=lambda f: f[0][0])
     node = way.last.program.nodes[position]
@@ -76,8 +77,8 @@ def peak_of(inspection: Inspection, count: int = HOLDERS, category: str | None =
 
 
 def total_at(way: Way, forecast: Forecast, category: str | None = None) -> tuple[int, int]:
-    """(the most bytes of a program's run, with what is held besides, or of one category; the position at which they are first
-    reached)."""
+    """Return (the most bytes in use while a program runs, with those held besides, or the most of one category; the
+    first position that reaches them)."""
     if category == HELD:
         return way.held, 0
     sizes = [sum(at.values()) if category is None else at.get(category, 0) for at in forecast.memory]
@@ -86,7 +87,7 @@ def total_at(way: Way, forecast: Forecast, category: str | None = None) -> tuple
 
 
 def owner(life: Life) -> str:
-    """The module that a value belongs to: that of its parameter, or the one that made it."""
+    """Return the module that a value belongs to: that of its parameter, or the one that made it."""
     record = info(life.node)
     if record.param:
         return record.param.rpartition(".")[0] or "(root)"
@@ -100,7 +101,7 @@ def holder_of(life: Life) -> Holder:
 
 
 def data_of(inspection: Inspection) -> dict[str, Any]:
-    """The forecast of the memory as JSON."""
+    """Return the forecast of the memory as JSON."""
     peak = peak_of(inspection)
     programs = [
         {
@@ -122,11 +123,11 @@ _ASSERTION = re.compile(r"\s*([a-z ]+?)\s*(<=|<)\s*(.+?)\s*$")
 
 @dataclass(frozen=True)
 class Bound:
-    """A bound that the peak, or a category of it, must hold: "peak<=72GiB"."""
+    """A bound on the peak, or on the peak of one category: "peak<=72GiB"."""
 
-    what: str
-    strict: bool
-    bytes: int
+    what: str  # "peak", or a category
+    strict: bool  # whether the bound is "<" rather than "<="
+    bytes: int  # the bytes that it allows
 
     @property
     def category(self) -> str | None:
@@ -138,7 +139,8 @@ class Bound:
 
 
 def parse_bound(text: str) -> Bound:
-    """ "peak<=72GiB", "activations < 10 GB". Raises `TargetError` for anything else, and for a category that there is none of."""
+    """Parse a bound: "peak<=72GiB", "activations < 10 GB". Raises `TargetError` for anything else, and for an unknown
+    category."""
     hint = "'peak<=72GiB', or a category: 'activations<=10GiB'"
     found = _ASSERTION.match(text)
     if found is None:

@@ -20,18 +20,19 @@ ALIGN = 512  # bytes, as torch's allocator rounds
 
 
 def pickle_of(inspection: Inspection) -> bytes:
-    """The snapshot, pickled as the visualiser reads it: plain dicts, lists, strings and numbers."""
+    """Return the snapshot, pickled as the visualiser reads it: plain dicts, lists, strings and numbers."""
     return pickle.dumps(snapshot_of(inspection))
 
 
 def snapshot_of(inspection: Inspection) -> dict[str, Any]:
-    """The step's programs one after another. What a program is given is allocated at its start."""
+    """Return the step's programs, one after another, as a memory snapshot. A program's inputs are allocated at its
+    start."""
     events: list[dict[str, Any]] = []
     space = _Space()
     begins = 0.0
     for (way, forecast), (_, runs) in zip(inspection.forecasts(), inspection.forecast.times(), strict=True):
         if inspection.late and way.kind == UPDATE:
-            continue  # (it runs beside the others, which count what it takes as held besides)
+            continue  # (it runs beside the other programs, whose `held` bytes include it)
         for _ in range(runs):
             events += _program(inspection, way, forecast, begins, space)
             begins += forecast.seconds
@@ -69,7 +70,7 @@ def _program(
     for life in inspection.lives(way):
         if life.bytes:
             changes += [(life.born, 1, life), (life.gone, 0, life)]
-    changes.sort(key=lambda c: c[:2])  # (at one position what goes makes room for what comes)
+    changes.sort(key=lambda c: c[:2])  # (at one position frees come before allocations)
     held = space.take(way.held)
     if way.held:
         events.append(_event("alloc", held, way.held, begins, [_frame(HELD, "", way.name)]))
@@ -91,7 +92,7 @@ def _program(
 
 
 class _Space:
-    """Addresses: the lowest gap that is large enough is taken."""
+    """A space of addresses: an allocation takes the lowest gap that is large enough."""
 
     START = 1 << 40
 

@@ -1,5 +1,5 @@
-"""Writes a bundle while a model runs: with ZGRAPH_BUNDLE=FOLDER set, rank 0 puts there what was compiled, and what was measured. Of a
-pipeline it has the stages of the first position along "pp", and FOLDER-pp1 those of the next."""
+"""Write a bundle while a model runs: with ZGRAPH_BUNDLE=FOLDER set, rank 0 writes what was compiled and measured. Of a
+pipeline, FOLDER gets the stages of the first position along "pp", FOLDER-pp1 those of the next."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 VARIABLE = "ZGRAPH_BUNDLE"
-MEASURED = (5, 20, 100)  # steps after which what was measured is written again
+MEASURED = (5, 20, 100)  # steps after which measurements are written again
 
-_taken: set[Path] = set()  # folders of this process's models
+_taken: set[Path] = set()  # folders that models of this process write to
 
 
 class Recorder:
-    """The bundle of one running model. What goes wrong while it runs is logged and ends the recording, not the run."""
+    """The writer of one running model's bundle. An error is logged and ends the recording, not the run."""
 
     def __init__(self, runtime: Runtime, folder: Path) -> None:
         self.runtime = runtime
@@ -33,15 +33,17 @@ class Recorder:
         self.steps = 0
 
     def of(self, runtime: Runtime) -> Recorder:
-        """A recorder of the same model's next run time, which is compiled anew, for the same folder."""
+        """Return a recorder for the same folder, for the next run time of the same model, which is compiled anew."""
         return Recorder(runtime, self.folder)
 
     def compiled(self) -> None:
-        """A program was made: it is written now, should nothing come after it. (Pages of what there is are made once here.)"""
+        """Write a new program at once, in case the run ends early. The files made of programs are written with the
+        first one only."""
         self._write(views=not self.written)
 
     def stepped(self) -> None:
-        """A step is over: its update is there, and from time to time there is more that was measured."""
+        """Write the update's programs after the first step that made them, and measurements after the steps in
+        `MEASURED`."""
         self.steps += 1
         updates = self.runtime.updater.programs.histories().keys()
         if self.steps in MEASURED or not updates <= self.written:
@@ -56,9 +58,8 @@ class Recorder:
 
 
 def record(runtime: Runtime) -> None:
-    """Let a bundle be written of this model, where someone wants that. A second model of the process gets a folder beside the first's.
-    Raises `BundleError` on every rank where one that is to write can't.
-    """
+    """Start to write a bundle of this model if any rank has ZGRAPH_BUNDLE set. A second model of the process gets a
+    folder beside the first's. Raises `BundleError` on every rank if the one that is to write can't."""
     folder = os.environ.get(VARIABLE)
     if not runtime.everyone.any("a bundle", bool(folder)):
         return
@@ -75,7 +76,8 @@ def record(runtime: Runtime) -> None:
 
 
 def _folder(wanted: str) -> Path:
-    """The first folder of this name that no model of the process has; it can be written into."""
+    """Choose the first folder of this name that no model of the process has, and check that it can be written. Raises
+    `BundleError`."""
     path, at = Path(wanted), 1
     while path in _taken:
         at += 1

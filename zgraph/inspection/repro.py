@@ -1,7 +1,7 @@
-"""Runs a pass that failed once more, from the folder that it left (`zgraph/passes/reproducer.py`).
+"""Run a failed pass once more, from the folder that it left (`zgraph/passes/reproducer.py`).
 
-The passes are made again from the plan and what was decided for it (`zgraph.build.recipe`); a pass of the user's is imported by its name. The
-program is that of the folder: neither the model nor its ranks are needed.
+The passes are rebuilt from the plan and the decisions made for it (`zgraph.build.recipe`); a pass of the user's is imported by its name.
+The program is read from the folder: neither the model nor its ranks are needed.
 """
 
 from __future__ import annotations
@@ -27,30 +27,29 @@ NO_REPRODUCER = "a pass that fails writes one, and says where; ZGRAPH_REPRO_DIR 
 
 @dataclass(frozen=True)
 class Failure:
-    """A pass that failed: what it raised, and the node that this is about, where it says one."""
+    """A pass that failed."""
 
-    name: str
-    error: str
-    node: str | None
+    name: str  # the pass
+    error: str  # its error's text
+    node: str | None  # the node that the error is about; None if it names none
 
 
 @dataclass(frozen=True)
 class Replay:
-    """What came of running it again. `before` is how it failed then, `now` how it does today, None where it does not. `lines` are the node
-    at fault and its neighbours in the program's text, that node's with a mark."""
+    """The result of running a reproducer's passes again."""
 
-    folder: str
-    zgraph: str
-    torch: str
-    passes: tuple[str, ...]
-    before: Failure
-    now: Failure | None
-    lines: tuple[str, ...]
+    folder: str  # the reproducer's folder
+    zgraph: str  # the version of zgraph that wrote it
+    torch: str  # the version of torch that wrote it
+    passes: tuple[str, ...]  # the passes that were run again, the failed one first
+    before: Failure  # how it failed then
+    now: Failure | None  # how it fails now; None if it does not
+    lines: tuple[str, ...]  # the program's text around the node at fault, which is marked by ">"
 
     @property
     def same(self) -> bool:
-        """Is it the same pass, with the same error, about the same node? (Of errors the first lines are compared: others may hold
-        addresses, and names of folders.)"""
+        """Whether the same pass fails with the same error about the same node. (Only the first lines of errors are
+        compared: others may hold addresses, and names of folders.)"""
         if self.now is None:
             return False
         first = (self.before.error.partition("\n")[0], self.now.error.partition("\n")[0])
@@ -63,8 +62,8 @@ class Replay:
 def replay(folder: Path) -> Replay:
     """Run the passes of a reproducer from the one that failed on.
 
-    Raises `BundleError` for a folder that is no reproducer, is damaged, or is of another version, and where its pipeline can't be made
-    again; `PlanError` where a pass of the user's can't be imported.
+    Raises `BundleError` for a folder that is no reproducer, is damaged, or is of another version, and if its pipeline can't be rebuilt;
+    `PlanError` if a pass of the user's can't be imported.
     """
     head = _head(folder)
     names: list[str] = head["passes"]
@@ -134,7 +133,7 @@ def _texts(item: Any) -> bool:
 
 
 def _by_hand(names: list[str]) -> str:
-    """What can be done with a reproducer that can't be replayed."""
+    """Return a hint for a reproducer that can't be replayed."""
     return (
         f"program.txt shows the program; in Python, PassManager(passes).run(zgraph.program.serialize.from_json(…)) of {PROGRAM}"
         f" runs what you make yourself of {', '.join(names)}"
@@ -152,7 +151,7 @@ def _program(folder: Path) -> Program:
 
 
 def _passes(head: dict[str, Any], folder: Path) -> list[Pass]:
-    """The recorded passes, made again."""
+    """Rebuild the recorded passes. Raises `BundleError` if they can't be, or are others now."""
     names = head["passes"]
     try:
         made = passes_of(head["recipe"])
@@ -188,7 +187,7 @@ def _around(program: Program, name: str | None) -> list[str]:
 
 
 def _text(node: fx.Node) -> str:
-    """A node's line; what a broken program can't say of it is left out."""
+    """Return a node's line; for a node of a broken program that has none, fx's own text."""
     try:
         return line(node) if node.op != "output" else f"    {node.format_node()}"
     except Exception:

@@ -1,4 +1,4 @@
-"""What was compiled, for a person to read: `print(model.zgraph.report())`."""
+"""A report of what was compiled, for people: `print(model.zgraph.report())`."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
     from zgraph.build.step_program import StepProgram
     from zgraph.runtime.runtime import Runtime
 
-SHOWN = 10  # remarks
+SHOWN = 10  # remarks that are printed at most
 
 
 @dataclass(frozen=True)
 class PartReport:
-    """One program that runs: its collectives by kind, its fused kernels, and the library kernels it calls."""
+    """One program that runs."""
 
-    name: str
-    nodes: int
-    gathers: int
-    reductions: int
-    kernels: tuple[Kernel, ...]
-    library: tuple[Kernel, ...]
+    name: str  # its name
+    nodes: int  # how many nodes it has
+    gathers: int  # how many all-gathers it starts
+    reductions: int  # how many reductions of gradients it starts
+    kernels: tuple[Kernel, ...]  # its fused kernels
+    library: tuple[Kernel, ...]  # the library kernels that it calls
 
 
 class Report:
@@ -50,23 +50,23 @@ class Report:
         self.parts += [_part(e) for e in runtime.updater.programs.executables()]
 
     def kernels(self) -> tuple[Kernel, ...]:
-        """All fused kernels, each with the model's operators (before their decomposition) that it computes."""
+        """Return all fused kernels, each with the model's operators (before their decomposition) that it computes."""
         return tuple(k for part in self.parts for k in part.kernels)
 
     def library_calls(self) -> tuple[Kernel, ...]:
-        """What runs outside fused kernels: BLAS products and torch's own kernels. Collectives are not among them."""
+        """Return the calls outside fused kernels: BLAS products and torch's own kernels, without collectives."""
         return tuple(k for part in self.parts for k in part.library)
 
     def html(self) -> str:
-        """The whole of it as one page, which needs nothing else."""
+        """Return the report as one HTML page, which needs no other files."""
         return page_of(of_runtime(self._runtime))
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the page to a file."""
+        """Write the HTML page to a file."""
         Path(path).write_text(self.html(), encoding="utf-8")
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the page in a frame."""
+        """Return what a notebook shows: the page in a frame."""
         page = escape(self.html(), quote=True)
         return f'<iframe srcdoc="{page}" style="width: 100%; height: 800px; border: 0" title="zgraph report"></iframe>'
 
@@ -125,7 +125,8 @@ class Report:
         return "\n".join(lines)
 
     def _disk(self, trained: list[StepProgram]) -> list[str]:
-        """What a step is to move to and from disk, what has been moved, and what the disk was found to do."""
+        """Return lines on what a step is to read from and write to disk, what has been moved so far, and the disk's
+        measured rates."""
         runtime = self._runtime
         seen = runtime.tiers.preflight
         if seen is None or not trained:

@@ -1,4 +1,4 @@
-"""One program as one pass left it, as a graph or as JSON: the one is made of the other when it is asked for."""
+"""A program as one pass left it, as a graph or as JSON: each is made from the other when it is asked for."""
 
 from __future__ import annotations
 
@@ -18,31 +18,28 @@ if TYPE_CHECKING:
     from zgraph.program.program import Program
 
 
-# What is known of each pass, and of one that has run.
+# The keys of a pass's facts: of every pass, and of one that has run.
 FACTS = ("name", "summary", "requires", "provides", "conflicts", "bitwise", "level", "options")
 RUN_FACTS = ("seconds", "verify_seconds", "nodes", "stats")
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What a program will take: `seconds` of a run, `exposed` seconds of communication among them, `peak` bytes of the device."""
+    """What a program takes, by simulation."""
 
-    seconds: float
-    exposed: float
-    peak: int
+    seconds: float  # a run
+    exposed: float  # seconds of communication in it that are not hidden
+    peak: int  # the most bytes of the device in use
 
 
 @dataclass(eq=False)
 class Snapshot:
-    """The program after one pass, what the pass is and what it says it did.
+    """The program after one pass, with what the pass is and what it says it did."""
 
-    `facts` are the pass's: `FACTS` and `RUN_FACTS`.
-    """
-
-    facts: dict[str, Any]
-    make_program: Callable[[], Program]
-    make_data: Callable[[], dict[str, Any]]
-    make_figures: Callable[[], Figures]
+    facts: dict[str, Any]  # the pass's facts: `FACTS` and `RUN_FACTS`
+    make_program: Callable[[], Program]  # makes `program`
+    make_data: Callable[[], dict[str, Any]]  # makes `data`
+    make_figures: Callable[[], Figures]  # makes `figures`
 
     @property
     def name(self) -> str:
@@ -69,7 +66,7 @@ class Snapshot:
 
 
 def at_sizes(snapshot: Snapshot, sizes: Mapping[str, int], costs: Costs) -> Snapshot:
-    """A snapshot of the program at these sizes, by name."""
+    """Return a snapshot of the program at these sizes, by name."""
 
     def program() -> Program:
         return snapshot.program.at({**snapshot.program.sizes.typical, **sizes})
@@ -84,7 +81,7 @@ def at_sizes(snapshot: Snapshot, sizes: Mapping[str, int], costs: Costs) -> Snap
 
 
 def of_record(record: PassRecord, costs: Costs) -> Snapshot:
-    """A snapshot of a pass that has run."""
+    """Return a snapshot of a pass that has run."""
 
     def data() -> dict[str, Any]:
         from zgraph.program.serialize import to_json
@@ -98,7 +95,7 @@ def of_record(record: PassRecord, costs: Costs) -> Snapshot:
 
 
 def of_file(facts: dict[str, Any], figures: Figures, path: Path) -> Snapshot:
-    """A snapshot that lies in a bundle. Reading it raises `BundleError` where the file is damaged or gone."""
+    """Return a snapshot stored in a bundle. Reading it raises `BundleError` if the file is damaged or missing."""
 
     def data() -> dict[str, Any]:
         try:
@@ -134,7 +131,7 @@ def figures_of(program: Program, costs: Costs) -> Figures:
 
 
 def facts_of(name: str, summary: str, contract: Contract | None, options: Any) -> dict[str, Any]:
-    """What a pass is, as JSON; the capture, which is no pass, has no contract."""
+    """Return what a pass is, as JSON; the capture, which is no pass, has no contract."""
     return {
         "name": name,
         "summary": summary,
@@ -152,7 +149,7 @@ def _fields(options: Any) -> tuple[dataclasses.Field[Any], ...]:
 
 
 def _shown(option: Any) -> Any:
-    """An option as JSON has it, short: hardware by its name, a function by its reference."""
+    """Return an option as short JSON: hardware by its name, a function by its reference."""
     from zgraph.passes.analysis.costs import Costs
 
     if option is None or isinstance(option, (bool, int, float, str)):

@@ -1,4 +1,4 @@
-"""What a simulated step waits for, by transfer."""
+"""How long a simulated step waits for each transfer."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from zgraph.program.program import Program
 
 
 def transfer_of(start: fx.Node) -> str:
-    """The name of the transfer that a collective is, or goes with."""
+    """Return the name of the transfer that a start belongs to: its bucket's, or its own."""
     return info(start).bucket or start.name
 
 
 def exposed_by_transfer(program: Program, forecast: Forecast) -> dict[str, float]:
-    """Seconds that are waited for each transfer, by `transfer_of` its start."""
+    """Return the seconds that the step waits for each transfer, by the name that `transfer_of` gives."""
     nodes = {node.name: node for node in program.graph.nodes}
     found: Counter[str] = Counter()
     for stall in forecast.stalls:

@@ -2,7 +2,7 @@
 
 The format is Google's "Trace Event Format": a process for each rank, a thread for each lane (compute, each link, copy engines, disk,
 host), complete events in microseconds, counters for the live bytes by category, and flow arrows from the transfer of a gathered weight
-to the node that reads it first. Every rank runs the same program, so ranks differ in nothing but their number.
+to the node that reads it first. Every rank runs the same program, so ranks differ only in their number.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from zgraph.program.printer import type_text
 
 
 def trace_of(inspection: Inspection, ranks: int = 1) -> dict[str, Any]:
-    """The trace of the first `ranks` ranks. Where gathers start ahead of the step, it begins with the update before it."""
+    """Return the trace of the first `ranks` ranks. If gathers start before the step, the trace begins with the update
+    before it."""
     events: list[dict[str, Any]] = []
     lanes: dict[str, int] = {"compute": 1}
     begins = max(0.0, -min((s.start for _, f in inspection.forecasts() for s in f.spans), default=0.0))
@@ -54,7 +55,8 @@ def _names(rank: int, lanes: dict[str, int]) -> list[dict[str, Any]]:
 def _program(
     way: Way, forecast: Forecast, begins: float, lanes: dict[str, int], category: str, of: str
 ) -> list[dict[str, Any]]:
-    """One run of a program, which begins so many seconds after the trace. `of` is said of its lanes, if they are not the step's."""
+    """Return the events of one run of a program, which begins `begins` seconds after the trace. `of`: a suffix for its
+    lanes' names, if they are not the step's."""
     nodes = list(way.last.program.graph.nodes)
     by_name = {node.name: node for node in nodes}
     ends = {node.name: clock for node, clock in zip(nodes, forecast.clock, strict=True)}
@@ -89,7 +91,8 @@ def _lane(lanes: dict[str, int], name: str) -> int:
 
 
 def first_reader(start: fx.Node) -> fx.Node | None:
-    """The first node that computes with what a transfer brings, through its wait, views and members of tuples."""
+    """Return the first node that computes with what a transfer brings, through its wait, views and members of tuples;
+    None if none does."""
     seen = {start}
     node = start.next
     while node.op != "root":
@@ -102,7 +105,7 @@ def first_reader(start: fx.Node) -> fx.Node | None:
 
 
 def _counters(way: Way, forecast: Forecast, begins: float) -> list[dict[str, Any]]:
-    """The live bytes by category, wherever they change."""
+    """Return counter events of the live bytes by category, wherever they change."""
     categories = dict.fromkeys(category for at in forecast.memory for category in at)
     found: list[dict[str, Any]] = []
     shown: dict[str, int] | None = None

@@ -1,1 +1,2 @@
-"""Programs for other tools: one file for each form. (Text for people is `zgraph/program/printer.py`, JSON `zgraph/program/serialize.py`.)"""
+"""Programs for other tools, one file for each format. (Text for people is `zgraph/program/printer.py`, JSON
+`zgraph/program/serialize.py`.)"""

@@ -1,4 +1,4 @@
-"""A program as a Graphviz drawing: operators in boxes by module, transfers and moves in colour."""
+"""A program as a Graphviz drawing: operators in boxes by module, collectives and offload transfers in colour."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TRANSFER, _MOVE, _INPUT = "#cfe2ff", "#ffe5b4", "#e2e3e5"
 
 
 def dot(program: Program, wanted: Iterable[fx.Node] | None = None) -> str:
-    """The graph of a program, or of the `wanted` nodes and the edges between them."""
+    """Return the graph of a program, or of the `wanted` nodes and the edges between them, in Graphviz' language."""
     shown = dict.fromkeys(wanted if wanted is not None else program.graph.nodes)
     lines = [
         f"digraph {_quoted(program.name)} {{",

@@ -1,7 +1,7 @@
 """A program for Google's Model Explorer: modules nested by their paths, bytes and time as overlays.
 
-The graph is a list of one graph collection (`model_explorer.graph_builder.GraphCollection`). Model Explorer takes overlays as files of their
-own, one for each, with a graph's node data by the graph's id (`model_explorer.node_data_builder.ModelNodeData`).
+The graph is a list of one graph collection (`model_explorer.graph_builder.GraphCollection`). Model Explorer reads each overlay from a file
+of its own, with a graph's node data by the graph's id (`model_explorer.node_data_builder.ModelNodeData`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _GRADIENT = [{"stop": 0.0, "bgColor": "#fff7ec"}, {"stop": 1.0, "bgColor": "#d73
 
 
 def explorer(program: Program) -> list[dict[str, Any]]:
-    """The program as graph collections."""
+    """Return the program as graph collections."""
     graph = {
         "id": program.name,
         "nodes": [_node(node) for node in program.graph.nodes],
@@ -30,7 +30,7 @@ def explorer(program: Program) -> list[dict[str, Any]]:
 
 
 def overlays(program: Program, costs: Costs) -> dict[str, dict[str, Any]]:
-    """Node data by what it is: "bytes" of each node's value, "microseconds" that it takes by `costs`."""
+    """Return node data by overlay: "bytes" of each node's value, and the "microseconds" that it takes by `costs`."""
     times: dict[str, float] = {}
     for span in simulate(program, costs).spans:
         times[span.node] = times.get(span.node, 0.0) + span.seconds * 1e6

@@ -1,6 +1,6 @@
 """A program as a Python file that runs: imports, a `forward` over a module of its constants, and inputs of the right types.
 
-What it holds besides what the text shows is all that Python needs: whole names of operators, and the values that fx leaves out.
+Besides the program's code the file has what Python needs to run it: the objects that the code refers to by name, constants and inputs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Its collectives need the process groups that they name: on one process they can 
 
 
 def python_source(program: Program) -> str:
-    """The file. Raises `UnsupportedError` for a constant that is too large to be written down."""
+    """Return the file's text. Raises `UnsupportedError` for a constant that is too large to be written down."""
     code = program.graph.python_code("self")
     ranks = any(collectives.is_start(n) or transfers_to_host.is_move(n) for n in program.graph.nodes)
     note = _NEEDS_RANKS if ranks else ""
@@ -64,7 +64,7 @@ def _path(held: Any) -> str:
 
 
 def _constants(program: Program) -> str:
-    """A function that gives an object with the program's constants."""
+    """Return the source of a function that makes an object with the program's constants."""
     lines = ["def constants():", "    held = torch.nn.Module()"]
     for node in program.graph.find_nodes(op="get_attr"):
         name = str(node.target)

@@ -1,7 +1,7 @@
-"""What the report's page is made of.
+"""The parts of the report's page.
 
-`data.py` is what the page shows when it is used, packed; `parameters.py` the table of parameters; `summary.py` what stands in the
-page before any script has run. The page itself is `page.html` with `page.css` and the scripts, one a view, in the order of `SCRIPTS`.
+`data.py` packs the data that the scripts show; `parameters.py` makes the table of parameters; `summary.py` the part that is shown before
+any script has run. The page itself is `page.html` with `page.css` and the scripts, one for each view, in the order of `SCRIPTS`.
 """
 
 SCRIPTS = (

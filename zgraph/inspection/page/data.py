@@ -1,8 +1,9 @@
-"""The data that the page's scripts read: every program after every pass, and what the finished ones take, small enough to carry.
+"""The data that the page's scripts read, in a compact form: every program after every pass, and the forecasts of the
+finished ones.
 
-Passes change little, and variants of a program share most of it. So a line of a program's text is kept once, with what is known of its
-node (a *row*; its columns are lists of numbers, which for texts are places in one list of strings). A program after a pass is then
-a list of runs over rows: [first row, how many, first row, …]. Times are in nanoseconds, places of nodes are those in the graph.
+Passes change little, and variants of a program share most of it. So a line of a program's text is stored once, with what is known of its
+node (a *row*; its columns are lists of numbers, which for texts are positions in one list of strings). A program after a pass is then
+a list of runs over rows: [first row, number of rows, first row, …]. Times are in nanoseconds, positions of nodes are those in the graph.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from zgraph.program.node import has_info, info, value
 from zgraph.program.printer import lines, operator_text, type_text
 from zgraph.program.program import Program
 
-# The columns of rows that are texts, after the line itself.
+# The columns of rows that are texts, besides the line itself.
 TEXTS = (
     "name",
     "operator",
@@ -46,18 +47,19 @@ TEXTS = (
 
 
 def pack(data: dict[str, Any]) -> str:
-    """JSON, compressed, in letters that nothing has to be escaped of. The same data always gives the same text."""
+    """Return JSON as compressed text of letters that need no escaping. The same data always gives the same text."""
     raw = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
     return base64.b64encode(gzip.compress(raw, 6, mtime=0)).decode("ascii")
 
 
 def unpack(text: str) -> dict[str, Any]:
-    """What `pack` was given."""
+    """Return the data that `pack` has packed."""
     return json.loads(gzip.decompress(base64.b64decode(text)))  # type: ignore[no-any-return]
 
 
 def data_of(inspection: Inspection) -> dict[str, Any]:
-    """All programs of an inspection, those of the step with what they take as `Inspection.forecast` says."""
+    """Return all programs of an inspection with their forecasts: those of the step by `Inspection.forecast`, others
+    simulated alone."""
     rows = _Rows()
     forecasts = {way.name: forecast for way, forecast in inspection.forecasts()}
     update = inspection.update
@@ -87,7 +89,7 @@ def data_of(inspection: Inspection) -> dict[str, Any]:
 
 
 def runs(numbers: Iterable[int]) -> list[int]:
-    """Numbers that mostly count up as [first, how many, first, how many, …]."""
+    """Encode numbers that mostly count up as [first, count, first, count, …]."""
     found: list[int] = []
     for number in numbers:
         if found and found[-2] + found[-1] == number:
@@ -98,7 +100,8 @@ def runs(numbers: Iterable[int]) -> list[int]:
 
 
 class _Rows:
-    """Every line of every program, once. The output, which has a place among the nodes but no line of its own, is a row too."""
+    """Every line of every program, each stored once. The output node, which has a position but no line of its own, is a
+    row too."""
 
     def __init__(self) -> None:
         self.strings: list[str] = []
@@ -115,7 +118,7 @@ class _Rows:
         return self._strings[text]
 
     def program(self, program: Program) -> list[int]:
-        """The rows of a program's text."""
+        """Return the rows of a program's text."""
         found = []
         for text, node in lines(program):
             if node is not None:
@@ -124,11 +127,11 @@ class _Rows:
         return found
 
     def of(self, node: fx.Node, text: str) -> int:
-        """The row of a node with this line; for "" the one that it had in its program."""
+        """Return the row of a node with this line; for "" with the line that it had in its program."""
         return self._place((text or self._lines.get(node, ""), *self._record(node)))
 
     def columns(self) -> dict[str, list[Any]]:
-        """The rows by column. A row without a node has nothing in any but "text"."""
+        """Return the rows by column. A row without a node is empty in all columns but "text"."""
         empty = (0,) * len(TEXTS) + (0, False, ())
         whole = [row if len(row) > 1 else (*row, *empty) for row in self._rows]
         names = ("text", *TEXTS, "bytes", "ahead", "operands")
@@ -150,13 +153,13 @@ class _Rows:
 
 
 def operator_of(node: fx.Node) -> str:
-    """What a node calls; of one that calls nothing, what it is: "placeholder"."""
+    """Return the operator that a node calls; for a node that calls none its kind, such as "placeholder"."""
     return operator_text(node.target) if node.op == "call_function" else str(node.op)
 
 
 def _pass(way: Way, at: int, rows: _Rows) -> dict[str, Any]:
-    """A pass with the program that it left and what it changed. (Of nodes that are in both programs it needs to be said which moved:
-    the page sees the rest.)"""
+    """Return what a pass is, the program that it left, and what it changed. (Of nodes in both programs only moved ones
+    are listed: the page finds the other changes.)"""
     snapshot = way.snapshots[at]
     facts = {**snapshot.facts, "figures": vars(snapshot.figures), "rows": runs(rows.program(snapshot.program))}
     if not at:
@@ -190,7 +193,8 @@ def _forecast(forecast: Forecast, program: Program) -> dict[str, Any]:
 
 
 def _lives(inspection: Inspection, way: Way) -> dict[str, Any]:
-    """What takes memory: each value's place in the graph, category, bytes, and from which position to which."""
+    """Return the values that take memory: each one's position in the graph, category, bytes, and first and last
+    position."""
     lives = [life for life in inspection.lives(way) if life.bytes]
     at = {node: i for i, node in enumerate(way.last.program.graph.nodes)}
     categories = list(dict.fromkeys(life.category for life in lives))

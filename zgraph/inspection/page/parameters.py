@@ -1,4 +1,5 @@
-"""The parameters of a program as the page's table has them: layout, bytes, how often gathered, how reduced, where used."""
+"""The parameters of a program as rows of the page's table: layout, bytes, how often gathered, how reduced, where
+used."""
 
 from __future__ import annotations
 
@@ -14,21 +15,22 @@ from zgraph.program import collectives, transfers_to_host
 from zgraph.program.node import Phase, Role, info
 from zgraph.program.program import InputRole, OutputRole, ParamSpec, Program
 
-_CARRIES = (Role.GATHER, Role.FETCH, Role.WAIT, Role.LAYOUT)  # what a weight goes through on its way to its readers
+_CARRIES = (Role.GATHER, Role.FETCH, Role.WAIT, Role.LAYOUT)  # roles of the nodes between a weight and its readers
 
 
 @dataclass
 class _Uses:
-    """What a program does with one parameter: its gathers by phase, fetches from its home, reductions of its gradient, readers."""
+    """What a program does with one parameter."""
 
-    gathers: Counter[Phase] = field(default_factory=Counter)
-    fetches: int = 0
-    reductions: list[str] = field(default_factory=list)
-    readers: list[fx.Node] = field(default_factory=list)
+    gathers: Counter[Phase] = field(default_factory=Counter)  # how often it is gathered, by phase
+    fetches: int = 0  # how often it is fetched from its tier
+    reductions: list[str] = field(default_factory=list)  # how its gradient is reduced, one text for each start
+    readers: list[fx.Node] = field(default_factory=list)  # the nodes that compute with it, in order
 
 
 def parameters_of(program: Program, update: Program | None) -> list[dict[str, Any]]:
-    """A row for each parameter, in the model's order. The bytes of optimizer states are those that `update` takes in."""
+    """Return a row for each parameter, in the model's order. The bytes of optimizer states are those of the program
+    `update`'s inputs."""
     uses, states = _uses(program), _states(update)
     kept = {port.name for port in program.outputs if port.role is OutputRole.UNSHARDED}
     kept |= {port.name for port in program.inputs if port.role in (InputRole.UNSHARDED, InputRole.IN_FLIGHT)}
@@ -69,7 +71,7 @@ def _layout(spec: ParamSpec) -> str:
 
 
 def _between(spec: ParamSpec, found: _Uses, kept: bool) -> str:
-    """What becomes of the whole parameter between its uses."""
+    """Return what happens to the unsharded parameter between its uses."""
     if spec.shard_dim is None:
         return "always whole" if spec.division is None else "always in parts"
     if kept:
@@ -84,7 +86,7 @@ def _between(spec: ParamSpec, found: _Uses, kept: bool) -> str:
 
 def _uses(program: Program) -> defaultdict[str, _Uses]:
     found: defaultdict[str, _Uses] = defaultdict(_Uses)
-    carried: dict[fx.Node, set[str]] = {}  # the parameters that a node's value is, gathered, cast or viewed
+    carried: dict[fx.Node, set[str]] = {}  # the parameters that a node's value is a gathered, cast or viewed form of
     for port, node in program.input_items():
         name = info(node).param or port.name
         if port.role in (InputRole.PARAMETER, InputRole.UNSHARDED, InputRole.IN_FLIGHT) and name in program.params:
@@ -120,7 +122,7 @@ def _count(node: fx.Node, found: _Uses) -> None:
 
 
 def _states(update: Program | None) -> dict[str, int]:
-    """The bytes of optimizer states by parameter: a state is called "parameter/name"."""
+    """Return the bytes of optimizer states by parameter: a state is called "parameter/name"."""
     found: Counter[str] = Counter()
     for port, node in update.input_items() if update is not None else ():
         if port.role is InputRole.STATE:

@@ -1,4 +1,5 @@
-"""What stands in the page before any script runs: what it is of, the step's forecast beside what was measured, plan, and remarks."""
+"""The part of the page that is shown before any script runs: the subject, the forecast beside measurements, the plan
+and the remarks."""
 
 from __future__ import annotations
 
@@ -15,18 +16,18 @@ KINDS = {STEP: "forward and backward", UPDATE: "update", EVALUATION: "evaluation
 
 
 def title_of(inspection: Inspection) -> str:
-    """The page's title, escaped."""
+    """Return the page's title, escaped."""
     return escape(inspection.origin or "a model")
 
 
 def summary_of(inspection: Inspection) -> str:
-    """Figures, programs and plan as HTML."""
+    """Return figures, programs and plan as HTML."""
     peak = peak_of(inspection)
     return "\n".join([_about(inspection), _cards(inspection, peak), _programs(inspection), _plan(inspection)])
 
 
 def remarks_of(inspection: Inspection) -> str:
-    """What passes missed, the costliest first, as HTML."""
+    """Return the passes' remarks, the costliest first, as HTML."""
     rows = inspection.remarks()
     if not rows:
         return '<p class="empty">No pass reports a missed chance.</p>'
@@ -88,7 +89,7 @@ def _card(name: str, figure: str, note: str, measured: str = "") -> str:
 
 
 def _beside(measured: float | None, forecast: float, shown: Any) -> str:
-    """What was measured, and how far the forecast is from it."""
+    """Return a measurement, and how far the forecast is from it, as HTML; "" without one."""
     if not measured:
         return ""
     off = f"forecast {(forecast - measured) / measured:+.1%}"
@@ -140,7 +141,7 @@ def _short(value: Any) -> str:
 
 
 def _link(program: str, node: str) -> str:
-    """A link that selects a node: see "location" in main.js."""
+    """Return a link that selects a node (see "location" in main.js); "" without a node."""
     from urllib.parse import quote
 
     return (
@@ -149,7 +150,8 @@ def _link(program: str, node: str) -> str:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Iterable[int] = ()) -> str:
-    """Cells that are HTML already, under their heads; columns of numbers stand to the right."""
+    """Return a table with these heads, whose cells are HTML already. The columns in `numbers` are aligned to the
+    right."""
     right = set(numbers)
 
     def line(cells: Sequence[str], tag: str) -> str:
