@@ -16,24 +16,24 @@ from zgraph.program.program import Program
 
 @dataclass(frozen=True)
 class ResidentMemory:
-    """What there is besides forward and backward: bytes `held` all the time, `waiting` of them gradients between micro-batches, all
-    bytes at the peak of the `update`, and the seconds that it takes, `late` beside the next step or between two. `homes` are the tiers
-    that gradients go to, by their parameters' names."""
+    """The memory that a rank holds besides forward and backward, and the time of its update."""
 
-    held: int = 0
-    waiting: int = 0
-    update: int = 0
-    seconds: float = 0.0
-    late: bool = False
+    held: int = 0  # bytes that are held all the time
+    waiting: int = 0  # bytes of `held` that are gradients between micro-batches
+    update: int = 0  # bytes of everything at the peak of the update
+    seconds: float = 0.0  # the time of the update
+    late: bool = False  # whether the update runs beside the next step, not between two
+    # the tier that each gradient goes to, by its parameter's name
     homes: Mapping[str, str] = field(default_factory=dict)
 
     def step(self, seconds: float) -> float:
-        """The seconds of a whole step whose forward and backward take so many."""
+        """Return the seconds of a whole step whose forward and backward take `seconds`."""
         return max(seconds, self.seconds) if self.late else seconds + self.seconds
 
 
 class ResidentMemoryByShare:
-    """The `ResidentMemory` for each of the `shares` of the optimizer's states that may be offloaded, made when it is asked for."""
+    """The `ResidentMemory` for each of the `shares` of the optimizer's states that may be offloaded, made when first
+    asked for."""
 
     def __init__(
         self,
@@ -44,23 +44,24 @@ class ResidentMemoryByShare:
         self._made = functools.cache(make)
 
     def at(self, share: float | None) -> ResidentMemory:
-        """That for a share, by default the first."""
+        """Return the `ResidentMemory` for a share, by default the first."""
         return self._made(self.shares[0] if share is None else share)
 
 
 class Keeper(Protocol):
-    """Where programs are kept for other processes."""
+    """A store of programs for later processes."""
 
     def step(self, trace: Any, pattern: frozenset[int], name: str, context: BuildContext) -> Any:
-        """What is kept of a step (a `zgraph.build.stored_programs.KeptStep`); None for one that can't be."""
+        """Return what is kept of a step (a `zgraph.build.stored_programs.KeptStep`); None for a step that can't be
+        kept."""
 
 
 def tell_nobody(program: Program) -> None:
-    """Where no other rank compiles the program."""
+    """Do nothing: for a program that no other rank compiles."""
 
 
 def own_order(variant: Variant) -> tuple[Start, ...]:
-    """Where a program's transfers start in the order that is best for it."""
+    """Return no order, so that a program's transfers start in the order that is best for it."""
     return ()
 
 
@@ -68,13 +69,13 @@ def own_order(variant: Variant) -> tuple[Start, ...]:
 class BuildContext:
     """What all programs of one input signature are built with."""
 
-    plan: Plan
-    costs: Costs  # of operators and transfers: schedules and budgets are decided by them
+    plan: Plan  # the plan, with its places resolved
+    costs: Costs  # of operators and transfers: schedules and memory decisions are made from them
+    # what a rank holds besides forward and backward
     residents: ResidentMemoryByShare = field(default_factory=ResidentMemoryByShare)
-    pass_filter: PassFilter = EVERY_PASS  # fewer passes are for programs that are looked at, and not run by ranks
+    pass_filter: PassFilter = EVERY_PASS  # leaves passes out for programs that are only inspected, never run by ranks
     groups: dict[str, str] = field(default_factory=dict)  # the names of process groups, by mesh dimension
-    agree: Callable[[Program], None] = tell_nobody  # is told of each program before it is compiled
-    order: Callable[[Variant], tuple[Start, ...]] = (
-        own_order  # of a variant's transfers, where another program's is followed
-    )
-    keeper: Keeper | None = None  # None: nothing is kept
+    agree: Callable[[Program], None] = tell_nobody  # called with each program before it is compiled
+    # the order in which a variant's transfers start, where another program's order is followed
+    order: Callable[[Variant], tuple[Start, ...]] = own_order
+    keeper: Keeper | None = None  # the store of programs; None to keep nothing

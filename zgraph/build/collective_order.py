@@ -1,6 +1,6 @@
-"""What ranks with different rows do together in a program: the collectives over them, in their order.
+"""The collectives of a program over ranks that have different rows, in their order.
 
-Where it is the same in two programs, ranks can run the one beside others that run the other.
+Two programs with the same order can run in one step, each on some of the ranks.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ class Step(Protocol):
 
 
 def lacking(beside: Sequence[S], variant: Variant, made: Callable[[S], bool]) -> list[S]:
-    """Of programs that run beside each other the ones that have yet to make what belongs to a variant. Raises `RankMismatchError` where they
-    communicate in different ways in it."""
+    """Return those of the programs that run beside each other that still have to make what a variant needs.
+
+    Raises `RankMismatchError` where their collectives differ in this variant.
+    """
     found = [one for one in beside if not made(one)]
     if found and len(beside) > 1:
         refuse_unlike(beside, variant)
@@ -38,7 +40,7 @@ def lacking(beside: Sequence[S], variant: Variant, made: Callable[[S], bool]) ->
 
 
 def refuse_unlike(steps: Sequence[Step], variant: Variant) -> None:
-    """Raise `RankMismatchError` unless ranks that run different ones of these programs do the same together."""
+    """Raise `RankMismatchError` unless these programs have the same collectives, so that each rank can run any of them."""
     for step in steps[1:]:
         if found := difference(steps[0], step, variant):
             where, why = found
@@ -51,7 +53,7 @@ def refuse_unlike(steps: Sequence[Step], variant: Variant) -> None:
 
 
 def difference(one: Step, other: Step, variant: Variant) -> tuple[str, str] | None:
-    """Where two programs begin to communicate in different ways, and how; None where they do not."""
+    """Return (where, how) the collectives of two programs first differ; None where they do not."""
     first, second = _meetings_of(one, variant), _meetings_of(other, variant)
     if first == second:
         return None
@@ -72,7 +74,10 @@ def _meetings_of(step: Step, variant: Variant) -> list[str]:
 
 
 def meetings(program: Program) -> list[str]:
-    """What ranks with different rows do together, one readable line each, in order; and what is handed on to programs that do so later."""
+    """Return the collectives over ranks with different rows, one readable line each, in order.
+
+    At the end are the whole weights that the program hands on, because later programs then need not gather them.
+    """
     found: list[str] = []
     buckets: dict[str, int] = {}
     for node in program.graph.nodes:

@@ -1,10 +1,10 @@
-"""A program within the plan's memory budget: what is computed again, how early gathers start, which weights are held.
+"""A program within the plan's memory budget: what is recomputed, how early gathers start, which weights are kept.
 
-The budget is for the peak of the simulated step at every position. Where the plainest schedule does not fit, values are computed
-again, no more than it takes (`zgraph/passes/remat/solver.py`). What is left of the budget goes, first, to transfers in flight, as
-long as that makes the step shorter; then to weights that are kept from the forward to the backward instead of being gathered
-again, those first whose second gather costs most time per byte (DeepCompile's selective unsharding; Tanaka et al., 2025,
-"DeepCompile: A Compiler-Driven Approach to Optimizing Distributed Deep Learning Training").
+The budget is for the peak of the simulated step at every position. Where the plainest schedule does not fit, values are
+recomputed, no more than needed (`passes/remat/solver.py`). What is left of the budget goes first to transfers in
+flight, as long as that makes the step shorter; then to weights that are kept from the forward to the backward instead
+of being gathered again, those first whose second gather costs most time per byte (DeepCompile's selective unsharding;
+Tanaka et al., 2025, "DeepCompile: A Compiler-Driven Approach to Optimizing Distributed Deep Learning Training").
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from zgraph.program.sizes import Sizes
 from zgraph.ranks import compile_progress
 from zgraph.units import shown_bytes
 
-SEARCH_STEPS = 10  # of the search for the bytes that activations may take
+SEARCH_STEPS = 10  # the search for the bytes that may be offloaded halves its range this often
 STEPS_BELOW = 4  # steps below what segments seem to need
-MIN_GAIN = 0.01  # of a step: so much waiting is worth a search
-MIN_RECOMPUTED = 0.0002  # of a step: so much less computed again is worth a look
+MIN_GAIN = 0.01  # the least part of a step that waits for gathers for which a search pays
+MIN_RECOMPUTED = 0.0002  # the least part of a step by which recomputing less is worth another try
 LEAST_MEMORY = MemoryDecision(room=0, spare=0, reduce=0)
 
 
@@ -51,10 +51,11 @@ def run_passes(
     training: bool = True,
     choice: MemoryDecision | None = None,
 ) -> tuple[History, MemoryDecision]:
-    """Run the plan's pipeline over a captured program, which is changed; return also what was decided.
+    """Run the plan's pipeline over a captured program, which is changed; return its history and what was decided about
+    memory.
 
-    With a `choice` (another variant's: both must save the same values) nothing is decided again.
-    Raises `PlanError` with the smallest budget that works if the plan's does not, `SizeError` for a size that nothing bounds beside a budget.
+    With a `choice` (another variant's: both must save the same values) nothing is decided again. Raises `PlanError`
+    with the smallest budget that works if the plan's does not, `SizeError` for a size without a bound beside a budget.
     """
     compile_progress.at(compile_progress.PASSES)
     if context.plan.memory_budget is None:
@@ -66,7 +67,7 @@ def run_passes(
 
 
 def refuse_unbounded(plan: Plan, sizes: Sizes) -> None:
-    """Raise `SizeError` for sizes of a program that may be of any number, beside a memory budget."""
+    """Raise `SizeError` if the plan has a memory budget and a size of the program has no upper bound."""
     names = sizes.unbounded
     if plan.memory_budget is None or not names:
         return
@@ -92,7 +93,8 @@ def by_choice(
     training: bool,
     solver: Solver | None = None,
 ) -> History:
-    """Run the plan's pipeline over a captured program, which is changed, as was decided already. `solver`: see `build`."""
+    """Run the plan's pipeline over a captured program, which is changed, with a memory decision already made. `solver`:
+    see `build`."""
     plan, costs, pass_filter = context.plan, context.costs, context.pass_filter
     order = context.order(variant)
     passes = build(
@@ -111,24 +113,24 @@ def by_choice(
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """What a program takes by a `choice`: bytes at the `peak` of all that it is part of, and its seconds."""
+    """The simulation of a program with one memory decision."""
 
-    choice: MemoryDecision
-    peak: int
-    seconds: float
-    forecast: Forecast
+    choice: MemoryDecision  # the memory decision
+    peak: int  # bytes at the peak, of everything that the rank holds
+    seconds: float  # the time of the program, without the update
+    forecast: Forecast  # the simulation of the program
 
 
 @dataclass(frozen=True, eq=False)
 class SearchResult:
-    """What a search has chosen, how any variant is made by it, and what is said of it."""
+    """The decision of a search, from which any variant can be made."""
 
-    choice: MemoryDecision
-    search: Search
-    remark: Remark | None = None
+    choice: MemoryDecision  # the memory decision
+    search: Search  # the search that made it
+    remark: Remark | None = None  # what did not fit, if there is anything
 
     def history(self, variant: Variant = PLAIN) -> History:
-        """All passes, verified, of a variant by the choice."""
+        """Return a variant's history through all passes, verified, with the chosen decision."""
         found = self.search.history(self.choice, variant)
         if self.remark is not None and variant == self.search.variant:
             found.program.remarks.append(self.remark)
@@ -136,14 +138,17 @@ class SearchResult:
 
 
 def measured_rate(rate: float) -> float:
-    """A measured rate as decisions are made from it: the nearest power of two. What is measured a little otherwise in the next run must not
-    lead to another program."""
+    """Return a measured rate rounded to the nearest power of two, so that small differences between runs lead to the
+    same program."""
     return float(2.0 ** round(math.log2(rate)))
 
 
 class Search:
-    """Looks for the fastest program within `budget` bytes, by default those of the plan. What a program takes of them is said by
-    `_weighed`; `waiting` other micro-batches are there between its forward and its backward."""
+    """Looks for the fastest program within `budget` bytes, by default the plan's.
+
+    `_weighed` says what a program takes of them; `waiting` other micro-batches are alive between its forward and its
+    backward.
+    """
 
     waiting = 0
 
@@ -159,7 +164,7 @@ class Search:
         self.budget: int = plan.memory_budget
         passes = self._passes(LEAST_MEMORY)
         self.cut = [p.name for p in passes].index("shard_parameters")
-        self.start = self._run(passes[: self.cut], captured.snapshot(), LEAST_MEMORY)  # what all choices have in common
+        self.start = self._run(passes[: self.cut], captured.snapshot(), LEAST_MEMORY)  # (the same for all choices)
         self.idle = idle_bytes(captured)
         if plan.backend == "inductor":
             self.idle += cpu_gemm.scratch(captured)
@@ -173,14 +178,16 @@ class Search:
         return made.history(self.variant), made.choice
 
     def _best_of_all(self) -> tuple[Outcome, Remark | None]:
-        """The fastest step with its update, over all shares of the states that may be offloaded: the more is, the less has to be
-        done for activations. Raises `PlanError` where none fits."""
+        """Return the outcome of the fastest step, update included, over all shares of the states that may be offloaded.
+
+        The more is offloaded, the less has to be recomputed. Raises `PlanError` where no share fits.
+        """
         found: list[tuple[float, float, Outcome, Remark | None]] = []
         refused: list[PlanError] = []
         for share in self.context.residents.shares:
             least = min((f.seconds for f, _, _ in self.simulated.values()), default=0.0)
             if any(outcome.seconds <= least for _, _, outcome, _ in found):
-                break  # (no step is faster, and the update hardly)
+                break  # (no step is faster than that, and the update hardly changes)
             self._use_share(share)
             if found and self.outside.step(least) >= min(found, key=lambda way: way[0])[0]:
                 continue
@@ -205,7 +212,7 @@ class Search:
         return self.context.residents.at(self.share)
 
     def _best(self) -> tuple[Outcome, Remark | None]:
-        """The fastest for one share. Raises `PlanError` where none fits."""
+        """Return the fastest outcome for one share. Raises `PlanError` where none fits."""
         plain = self._try(self.least)
         base = plain if plain.peak <= self.budget else self._smaller(plain)
         layer = largest_layer(self.start)
@@ -218,7 +225,7 @@ class Search:
         return min(outcomes, key=lambda one: (one[0].seconds, one[0].peak))
 
     def follow(self, choice: MemoryDecision) -> tuple[History, MemoryDecision]:
-        """Another variant's decisions. Raises `PlanError` if it does not fit with them."""
+        """Run the passes with another variant's decision. Raises `PlanError` if this variant does not fit with it."""
         if choice.states is not None:
             self._use_share(choice.states)
         outcome = self._try(choice)
@@ -227,7 +234,7 @@ class Search:
         return self.history(choice), choice
 
     def history(self, choice: MemoryDecision, variant: Variant | None = None) -> History:
-        """All passes, verified, by a choice; of another variant if one is given."""
+        """Return the history through all passes, verified, with a decision; of this variant, or of the one given."""
         return by_choice(
             self._snapshot(self.captured, choice),
             self.context,
@@ -251,7 +258,7 @@ class Search:
         )
 
     def _try(self, choice: MemoryDecision) -> Outcome:
-        # (programs of all shares are the same as long as no gradient goes)
+        # (without offloaded gradients the program is the same for all shares)
         choice = choice.replace(waiting=self.waiting, states=self.share if self.outside.homes else None)
         if choice not in self.tried:
             self.tried[choice] = self._weighed(choice)
@@ -265,7 +272,7 @@ class Search:
             came = sum(most_bytes(n) for n in program.input_nodes(InputRole.ACCUMULATOR).values())
             self.simulated[choice] = found, max(sum(found.peak.values()), _after(program)), came
         found, peak, came = self.simulated[choice]
-        # (`came` is counted by the program)
+        # (the program counts `came` itself)
         peak = max(peak + max(self.outside.held - came, 0) + self.idle, self.outside.update)
         return Outcome(choice, peak, found.seconds, found)
 
@@ -273,7 +280,7 @@ class Search:
         return self._run(self._passes(choice, variant)[self.cut : until], self._snapshot(self.start, choice), choice)
 
     def _snapshot(self, program: Program, choice: MemoryDecision) -> Program:
-        """A copy in which gradients lie where the share of the states says."""
+        """Copy a program, with gradients in the tiers that the decision's share of the states gives."""
         made = program.snapshot()
         made.params = with_gradients_in(self.context.residents.at(choice.states).homes, made.params)
         return made
@@ -284,7 +291,10 @@ class Search:
 
     @contextlib.contextmanager
     def _failures_of(self, choice: MemoryDecision) -> Iterator[None]:
-        """Without snapshots and the verifier a search is fast, but what fails leaves no reproducer: it is run again with both."""
+        """Make a failure inside happen once more with snapshots and the verifier, which leaves a reproducer.
+
+        The search itself runs without both, which is fast.
+        """
         try:
             yield
         except PlanError:
@@ -298,8 +308,11 @@ class Search:
         return Solver(self.start, self.context.costs, self.waiting)
 
     def _smaller(self, plain: Outcome) -> Outcome:
-        """The fastest way to take less: fewest offloaded, fewest computed again, or some of both. Raises `PlanError` where the
-        smallest is too much."""
+        """Return the fastest outcome within the budget: with the fewest bytes offloaded, the least recomputed, or some
+        of both.
+
+        Raises `PlanError` where even the smallest does not fit.
+        """
         if not self.offloads:
             return self._recompute(plain)
         found: list[Outcome] = []
@@ -321,8 +334,11 @@ class Search:
         return min(found, key=lambda o: (o.seconds, sum(o.forecast.moved.values()), o.peak))
 
     def _recompute(self, plain: Outcome, least: MemoryDecision = LEAST_MEMORY) -> Outcome:
-        """The least that must be computed again, near enough. What is tried next depends on the budget only by what fitted: so one
-        that has more room has tried all that a smaller one found. Raises `PlanError` where the smallest is too much."""
+        """Return the outcome that recomputes nearly the least that it must.
+
+        The next try depends on the budget only through which earlier ones fitted: so a larger budget has tried all that
+        a smaller one found. Raises `PlanError` where even the smallest does not fit.
+        """
         if self.context.plan.recompute != "auto" or not self.training:
             raise self._refusal(plain, f"{self.captured.name}, with nothing kept and nothing gathered ahead")
         solver = self._solver
@@ -353,7 +369,8 @@ class Search:
         return best
 
     def _with_room(self, base: Outcome) -> list[Outcome]:
-        """Where a step waits for gathers: more is computed again than must be, so that weights can be kept instead."""
+        """Return outcomes that recompute more than they must, so that weights can be kept, where a step waits for
+        gathers."""
         used = base.choice.activations
         if used is None or base.forecast.exposed.get("gather", 0.0) < MIN_GAIN * base.seconds:
             return []
@@ -364,7 +381,8 @@ class Search:
         return [o for o in others if o.peak <= self.budget]  # (what recomputes more may hold more at once)
 
     def _fitted(self, choice: MemoryDecision) -> list[Outcome]:
-        """The outcome of a choice, with fewer bytes for activations if it needs them for transfers; none if it does not fit."""
+        """Return the outcome of a decision, with fewer bytes for activations if transfers need them; none if it does
+        not fit."""
         outcome = self._try(choice)
         if outcome.peak > self.budget and choice.activations is not None:
             outcome = self._try(choice.replace(activations=choice.activations - (outcome.peak - self.budget)))
@@ -395,8 +413,11 @@ class Search:
         )
 
     def _least_at_any_rate(self) -> int:
-        """The bytes of the smallest program of those tried. When values come back from a disk depends on its rate, which is measured anew in
-        each run: it is the most that this takes at the rate next to this one either way (see `measured_rate`)."""
+        """Return the bytes of the smallest program that was tried, as a budget that works in later runs too.
+
+        When values come back from a disk depends on its rate, which is measured in each run: it is the largest of the
+        bytes at this rate and at the next ones up and down (see `measured_rate`).
+        """
         if not self.tried:
             return 0
         least = min(o.peak for o in self.tried.values())
@@ -413,8 +434,8 @@ class Search:
 
     # -- kept weights -----------------------------------------------------------------------------------------------------
     def _keep(self, base: Outcome) -> tuple[Outcome, Remark | None]:
-        """As many weights as fit, in the order of what their second gather costs; and what is said of the first that
-        does not."""
+        """Keep as many weights as fit, in the order of what their second gather costs; return a remark on the first
+        that does not."""
         ranked = self._candidates(base.choice)
         order = [name for _, name in ranked]
         some = self._bisect(len(order), lambda n: base.choice.replace(keep=frozenset(order[:n])))
@@ -434,7 +455,7 @@ class Search:
         )
 
     def _bisect(self, most: int, choice: Callable[[int], MemoryDecision]) -> int:
-        """The largest number up to `most` of which the choice fits; 0 is known to."""
+        """Return the largest number up to `most` whose decision fits; 0 is known to fit."""
         low, high = 0, most
         while low < high:
             middle = (low + high + 1) // 2
@@ -443,8 +464,10 @@ class Search:
         return low
 
     def _candidates(self, choice: MemoryDecision) -> list[tuple[float, str]]:
-        """The weights that both phases gather, with the seconds of the second gather: most per byte first, then those whose uses
-        are closest."""
+        """Return the weights that both phases gather, with the seconds of their second gather.
+
+        Those with the most seconds per byte come first, then those whose second gather is earliest.
+        """
         names = [p.name for p in self._passes(choice)]
         if "regather" not in names:
             return []
@@ -461,7 +484,8 @@ class Search:
 
 
 def _after(program: Program) -> int:
-    """Bytes at the end of the update: parameters, gradients, and the first gathers of the next step with what was sent."""
+    """Return the bytes held at the end of the update: parameters, gradients, and the first gathers of the next step
+    with their operands."""
     params = program.input_nodes(InputRole.PARAMETER).values()
     grads = [n for p, n in program.output_items() if p.role is OutputRole.GRADIENT]
     held = sum(most_bytes(n) for n in (*params, *grads) if info(n).home is None)

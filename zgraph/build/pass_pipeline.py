@@ -1,4 +1,5 @@
-"""From a plan to a pipeline: which passes run, with which options, in which order. `STEP_PASSES` and `UPDATE_PASSES` are the tables."""
+"""From a plan to a pipeline: the passes that run, their options and their order. `STEP_PASSES` and `UPDATE_PASSES` are
+the tables."""
 
 from __future__ import annotations
 
@@ -51,17 +52,16 @@ if TYPE_CHECKING:
     from zgraph.plan.plan import Plan
 
 
-BETWEEN_GROUPS = DATA_DIMS[-1]  # gradients are averaged over it last: what is left of them within a group
+BETWEEN_GROUPS = DATA_DIMS[-1]  # gradients are averaged over it last, when only their shards within a group are left
 
 
 @dataclass(frozen=True)
 class Variant:
-    """Which of a step's programs: has an earlier one gathered the weights (stages 1 and 2), does this one reduce its
-    gradients, and do unreduced gradients of earlier micro-batches come in?"""
+    """One of the programs of a step."""
 
-    gathered_before: bool = False
-    reduce: bool = True
-    accumulated: bool = False
+    gathered_before: bool = False  # whether an earlier program has gathered the weights (ZeRO stages 1 and 2)
+    reduce: bool = True  # whether it reduces its gradients
+    accumulated: bool = False  # whether unreduced gradients of earlier micro-batches come in
 
 
 PLAIN = Variant()  # a step of one micro-batch
@@ -69,20 +69,18 @@ PLAIN = Variant()  # a step of one micro-batch
 
 @dataclass(frozen=True)
 class MemoryDecision:
-    """What is decided under a memory budget: bytes of gathered weights beyond what is needed at once, those by which they may
-    raise the peak, those of gradients that wait (None: as the plan says), the weights that are held from the forward to
-    the backward, the bytes that activations may take (None: all are kept that the plan does not say otherwise of), those of
-    activations that are offloaded, where the plan lets them (None: all), the share of the optimizer's states that is (None:
-    the plan's `offload.ratio`), and how many micro-batches wait in a stage besides: their activations are among those bytes."""
+    """What is decided under a memory budget."""
 
-    room: int | None = None
-    spare: int | None = None
-    reduce: int | None = None
-    keep: frozenset[str] = frozenset()
+    room: int | None = None  # bytes of gathered weights beyond those needed at once; None: the default of `overlap`
+    spare: int | None = None  # bytes by which these may raise the peak; None: as the plan says
+    reduce: int | None = None  # bytes of gradients that wait for their reduction; None: as the plan says
+    keep: frozenset[str] = frozenset()  # weights that are kept from the forward to the backward
+    # bytes that activations may take; None: all are kept that the plan does not say otherwise of
     activations: int | None = None
-    away: int | None = None
+    away: int | None = None  # bytes of activations that are offloaded, if the plan lets them; None: all
+    # the share of the optimizer's states that is offloaded; None: the plan's `offload.ratio`
     states: float | None = None
-    waiting: int = 0
+    waiting: int = 0  # micro-batches waiting in a stage besides, whose activations count in `activations`
 
     def replace(self, **changes: Any) -> MemoryDecision:
         return replace(self, **changes)
@@ -90,15 +88,14 @@ class MemoryDecision:
 
 @dataclass(frozen=True)
 class PassFilter:
-    """Passes that are left out of a pipeline, and the one it ends after, for someone who looks for what a pass does; and whether the
-    verifier looks at what each leaves."""
+    """A part of a pipeline, for someone who wants to see what a pass does."""
 
-    without: frozenset[str] = frozenset()
-    until: str | None = None
-    verified: bool = True
+    without: frozenset[str] = frozenset()  # passes that are left out
+    until: str | None = None  # the last pass that runs; None for all
+    verified: bool = True  # whether the verifier checks the result of each pass
 
     def cut(self, passes: list[Pass]) -> list[Pass]:
-        """The passes up to the last that is wanted. Raises `PassError` if that one is not there."""
+        """Return the passes up to the last that is wanted. Raises `PassError` if it is not in the pipeline."""
         if self.until is None:
             return passes
         names = [p.name for p in passes]
@@ -107,7 +104,7 @@ class PassFilter:
         return passes[: names.index(self.until) + 1]
 
     def kept(self, passes: list[Pass]) -> list[Pass]:
-        """The passes without those that are left out. Raises `PassError` if one of these is not there."""
+        """Return the passes without those that are left out. Raises `PassError` if one of these is not in the pipeline."""
         names = [p.name for p in passes]
         for name in sorted(self.without - set(names)):
             raise PassError(f"there is no pass {name!r} in this pipeline", hint=did_you_mean(name, names))
@@ -118,8 +115,12 @@ EVERY_PASS = PassFilter()
 
 
 def costs_of(plan: Plan, device: torch.device | None = None) -> Costs:
-    """What passes decide from where nothing is measured: the plan's hardware, else what is known of devices of this kind (by default of
-    CPUs), whatever the machine. Raises `PlanError` for hardware that is not known, a file that can't be read, and a mesh dimension without a link."""
+    """Return what passes decide from where nothing is measured: the plan's hardware, else what is known of devices of
+    this kind (by default of CPUs).
+
+    It does not depend on the machine. Raises `PlanError` for unknown hardware, a file that can't be read, and a mesh
+    dimension without a link.
+    """
     if plan.named_hardware is not None:
         found = hardware(plan.named_hardware)
     else:
@@ -134,13 +135,13 @@ def costs_of(plan: Plan, device: torch.device | None = None) -> Costs:
 class PassContext:
     """What a pipeline is built for."""
 
-    plan: Plan
+    plan: Plan  # the plan
     costs: Costs  # what passes decide from
-    variant: Variant = PLAIN
-    training: bool = True  # does the program have gradients?
-    choice: MemoryDecision = MemoryDecision()
-    solver: Solver | None = None  # of what is recomputed, where there is one already
-    order: tuple[Start, ...] = ()  # of transfers, where another program's is followed
+    variant: Variant = PLAIN  # the program of the step
+    training: bool = True  # whether the program has gradients
+    choice: MemoryDecision = MemoryDecision()  # what was decided about memory
+    solver: Solver | None = None  # the solver for recomputation, where there is one already
+    order: tuple[Start, ...] = ()  # the order of transfers, where another program's is followed
 
     @property
     def keeps_weights(self) -> bool:
@@ -149,7 +150,8 @@ class PassContext:
 
     @property
     def staged(self) -> bool:
-        """Is this a stage of a pipeline? (Its backward is not next to its forward, nor the next forward to its update.)"""
+        """Whether this is a stage of a pipeline. (Its backward does not directly follow its forward, nor the next
+        forward its update.)"""
         return self.plan.mesh.get("pp", 1) != 1
 
 
@@ -157,11 +159,11 @@ class PassContext:
 class Decision:
     """Whether a plan runs a pass, and why."""
 
-    runs: bool
-    why: str
+    runs: bool  # whether the pass runs
+    why: str  # the reason, in words
 
     def unless(self, refused: bool, why: str) -> Decision:
-        """The same, but for a pass that runs a further reason not to."""
+        """Return this decision, but let a pass that would run not run if it is `refused`, for the reason `why`."""
         return Decision(False, why) if self.runs and refused else self
 
 
@@ -169,7 +171,7 @@ class Decision:
 class UpdateContext:
     """What the pipeline of an update is built for."""
 
-    plan: Plan
+    plan: Plan  # the plan
     first: tuple[str, ...] = ()  # parameters that are updated as early as they can be
 
 
@@ -178,15 +180,15 @@ C = TypeVar("C")
 
 @dataclass(frozen=True)
 class PassRow(Generic[C]):
-    """A row of a table of passes: when a pass runs, and with which options (None: it has none, or their defaults)."""
+    """A row of a table of passes."""
 
-    type: PassType
-    when: Callable[[C], Decision]
-    options: Callable[[C], object] = lambda context: None
+    type: PassType  # the pass
+    when: Callable[[C], Decision]  # decides whether it runs
+    options: Callable[[C], object] = lambda context: None  # makes its options; None for no options, or the defaults
 
 
 def _passes(rows: Sequence[PassRow[C]], context: C) -> list[Pass]:
-    """Those of a table that run."""
+    """Return the passes of a table that run."""
     return [row.type(row.options(context)) for row in rows if row.when(context).runs]
 
 
@@ -195,7 +197,7 @@ def _always(why: str) -> Callable[[Any], Decision]:
 
 
 def _over(dim: str) -> Callable[[PassContext], Decision]:
-    """With more than one rank along a mesh dimension."""
+    """Return a decision to run with more than one rank along a mesh dimension."""
 
     def when(context: PassContext) -> Decision:
         ranks = context.plan.mesh.get(dim, 1)
@@ -205,7 +207,7 @@ def _over(dim: str) -> Callable[[PassContext], Decision]:
 
 
 def _of(field: str, test: Callable[[Plan], bool]) -> Callable[[PassContext], Decision]:
-    """With some values of a field of the plan."""
+    """Return a decision to run where `test` is true of the plan; the reason names this field."""
 
     def when(context: PassContext) -> Decision:
         return Decision(test(context.plan), f"{field} is {getattr(context.plan, field)!r}")
@@ -344,7 +346,7 @@ def _offloads(context: PassContext) -> Decision:
     offloaded = context.plan.offload
     names = [n for n in ("activations", "parameters") if offloaded.tier(n) is not None]
     names += ["gradients"] if offloaded.gradients else []
-    # What a step without gradients has of these are parameters.
+    # Of these, a step without gradients has only parameters.
     here = [n for n in names if context.training or n == "parameters"]
     if here:
         return Decision(True, f"offload has {' and '.join(here)}")
@@ -401,7 +403,7 @@ STEP_PASSES: tuple[PassRow[PassContext], ...] = (
     PassRow(release, _lets_go),
     PassRow(offload, _offloads, _offload_options),
 )
-"""The passes of a step, in their order: which, when, with which options. The plan's own come on top (`build`)."""
+"""The passes of a step, in their order, each with its condition and its options. `build` adds the plan's own."""
 
 
 def build(
@@ -415,11 +417,12 @@ def build(
     pass_filter: PassFilter = EVERY_PASS,
     order: tuple[Start, ...] = (),
 ) -> list[Pass]:
-    """The pipeline of a plan. Raises `PlanError` for a user's pass that is not there, `PassError` for one to leave out that is not.
+    """Build the pipeline of a plan.
 
-    Decisions are made from `costs` (by default those of the plan's hardware, or of a CPU); `solver` is one for what is recomputed,
-    where there is one already; transfers start in the `order`, if one is given. A program that is not for `training` (it has no
-    gradients) keeps no weights, whatever the stage.
+    Decisions are made from `costs` (by default those of the plan's hardware, or of a CPU). `solver` is the one for
+    recomputation, where there is one already. Transfers start in the `order`, if one is given. A program that is not
+    for `training` (it has no gradients) keeps no weights, whatever the ZeRO stage. Raises `PlanError` for a user's pass
+    that can't be loaded or placed, `PassError` for a pass to leave out that is not in the pipeline.
     """
     context = PassContext(plan, costs or costs_of(plan), variant, training, choice, solver, order)
     passes = _passes(STEP_PASSES, context)
@@ -429,7 +432,7 @@ def build(
 
 
 def load_policy(ref: str) -> Callable[[fx.Node], bool]:
-    """The function over nodes that "package.module:name" names. Raises `PlanError` if there is none."""
+    """Return the function over nodes that "package.module:name" names. Raises `PlanError` if there is none."""
     found = _load(ref, "policy")
     if not callable(found):
         raise PlanError(
@@ -456,20 +459,20 @@ UPDATE_PASSES: tuple[PassRow[UpdateContext], ...] = (
 
 
 def build_update_passes(plan: Plan, first: tuple[str, ...] = ()) -> list[Pass]:
-    """The pipeline of update programs; the parameters named in `first` are updated as early as they can be."""
+    """Build the pipeline of update programs; the parameters named in `first` are updated as early as they can be."""
     return _passes(UPDATE_PASSES, UpdateContext(plan, first))
 
 
 @dataclass(frozen=True)
 class ExplainedPass:
-    """A pass, and whether and why a plan runs it."""
+    """A pass, with a plan's decision whether it runs."""
 
-    contract: Contract
-    decision: Decision
+    contract: Contract  # the pass's contract
+    decision: Decision  # whether and why the plan runs it
 
 
 def explain_step_passes(plan: Plan) -> list[ExplainedPass]:
-    """Every pass that a training step may have, in order, the plan's own among them. Raises as `build`."""
+    """Return every pass that a training step may have, in order, the plan's own included. Raises as `build`."""
     build(plan)
     found = _explained(STEP_PASSES, PassContext(plan, costs_of(plan)))
     for user in plan.user_passes():
@@ -481,7 +484,7 @@ def explain_step_passes(plan: Plan) -> list[ExplainedPass]:
 
 
 def explain_update_passes(plan: Plan) -> list[ExplainedPass]:
-    """Every pass that an update may have, in order."""
+    """Return every pass that an update may have, in order."""
     return _explained(UPDATE_PASSES, UpdateContext(plan))
 
 
@@ -516,7 +519,7 @@ def _load(ref: str, kind: str) -> Any:
 
 
 def load_pass(ref: str) -> Pass:
-    """The pass that "package.module:name" names."""
+    """Return the pass that "package.module:name" names. Raises `PlanError` if there is none."""
     found = _load(ref, "pass")
     made = found() if isinstance(found, PassType) else found
     if not isinstance(made, Pass):

@@ -1,4 +1,5 @@
-"""A step and its update as a plan makes them of a model: captured, through all passes, with no ranks and nothing compiled."""
+"""A step and its update as a plan makes them of a model: captured and taken through all passes, without ranks and
+without compiling."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ Inputs = tuple[Any, ...] | dict[str, Any]
 
 
 def split_inputs(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """(args, kwargs) of example inputs, which are a tuple of args or a dict of kwargs."""
+    """Return (args, kwargs) from example inputs, which are a tuple of args or a dict of kwargs."""
     if isinstance(inputs, dict):
         return (), inputs
     if isinstance(inputs, tuple):
@@ -52,10 +53,10 @@ def split_inputs(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def programs(model: nn.Module, plan: Plan, inputs: Inputs, world: int, costs: Costs | None = None) -> History:
     """Capture `model` (not compiled, on any device) and run the plan's pipeline for `world` ranks, without any.
 
-    `inputs` are one rank's own batch; decisions are made from `costs` (by default the plan's).
-    The history's first record is the captured program, the last one the finished
-    program, not yet split into forward and backward; it is the same on every rank. Raises what `compile` does, but
-    for `LoweringError`: nothing is compiled, and the model is not changed.
+    `inputs` are one rank's own batch; decisions are made from `costs` (by default the plan's). The history's first
+    record is the captured program, the last one the finished program, not yet split into forward and backward; it is
+    the same on every rank. Raises what `compile` does, except `LoweringError`: nothing is compiled, and the model is
+    not changed.
     """
     return planned_step(model, plan, inputs, world, costs).step.history()
 
@@ -64,9 +65,10 @@ def programs(model: nn.Module, plan: Plan, inputs: Inputs, world: int, costs: Co
 class PlannedStep:
     """A step as a plan makes it for some ranks: its programs, and those of its update."""
 
-    step: StepProgram
-    update: Callable[[], History | None]  # None where nothing is updated; a budget says what of it lies elsewhere
-    late: bool  # does it run beside the next step?
+    step: StepProgram  # the programs of the step
+    # makes the update, None where nothing is updated; a memory budget decides how many states are offloaded
+    update: Callable[[], History | None]
+    late: bool  # whether the update runs beside the next step
 
 
 def planned_step(
@@ -80,9 +82,9 @@ def planned_step(
 ) -> PlannedStep:
     """Make a step's programs, and the update that belongs to it.
 
-    `inputs` are those of a micro-batch. A `pass_filter` leaves passes out of the step's pipeline. What was `captured` of the model by this
-    plan already is not captured again (and not changed). Raises `PlanError` for a plan with a pipeline, of which
-    `zgraph.forecast.pipeline_plan` has the programs.
+    `inputs` are those of a micro-batch. A `pass_filter` leaves passes out of the step's pipeline. A program already
+    `captured` from the model with this plan is used as it is, and not changed. Raises `PlanError` for a plan with
+    pipeline stages, whose programs `zgraph.forecast.pipeline_plan` makes.
     """
     plan.refuse_pipeline(world, "program for all ranks")
     plan, sizes = plan.for_world(world), plan.resolve_mesh(world)
@@ -101,21 +103,26 @@ def planned_step(
 
 
 def trained_layout(captured: Program) -> dict[str, ParamSpec]:
-    """The layout of a captured program's parameters, of which those that have no gradient are not updated."""
+    """Return the layout of a captured program's parameters, with those that have no gradient marked as not trained."""
     reached = {p.name for p in captured.outputs if p.role is OutputRole.GRADIENT}
     return {n: replace(s, requires_grad=n in reached) for n, s in captured.params.items()}
 
 
 def placed_for(model: nn.Module, plan: Plan, sizes: dict[str, int], costs: Costs) -> tuple[Plan, torch.device]:
-    """The plan with its places, and the device that its programs are for: where something is offloaded, that of the hardware."""
+    """Return the plan with its places, and the device of its programs: the hardware's where something is offloaded,
+    else the model's."""
     device = torch.device("cuda", 0) if costs.hardware.device == "cuda" else device_of(model)
     plan = placed(plan, model, sizes, device)
     return plan, device if plan.offload.tiers() else device_of(model)
 
 
 def captured_program(model: nn.Module, plan: Plan, inputs: Inputs, world: int) -> Program:
-    """What `programs` runs the plan's pipeline over, with symbols for the sizes that the plan declares: "train", or "eval" for a model that can't be
-    differentiated. Of a plan with a pipeline it is the whole model, for the ranks of one stage."""
+    """Return the captured program that `programs` runs the plan's pipeline over, with symbols for the sizes that the
+    plan declares.
+
+    It is named "train", or "eval" if the model can't be differentiated. For a plan with pipeline stages it is the whole
+    model, for the ranks of one stage.
+    """
     sizes = within(plan.resolve_mesh(world))
     precision = plan.resolved_precision()
     specs = planned_layout(model, sizes, plan)
@@ -138,18 +145,19 @@ def captured_program(model: nn.Module, plan: Plan, inputs: Inputs, world: int) -
 
 
 def declared_sizes(plan: Plan, forward: Callable[..., Any], call: Signature) -> OpenSizes | None:
-    """The sizes of a call that a plan declares to differ from call to call; None where it declares none."""
+    """Return the sizes of a call that a plan declares to differ from call to call; None where it declares none."""
     parameters = list(signature_of(forward).parameters.values())[1:]
     dynamic = sizes_in(plan.dynamic)
     return VaryingSizes(dynamic, parameters).opened(call) if dynamic else None
 
 
 def update_program(model: nn.Module, plan: Plan, world: int) -> History:
-    """The update of all of `model`'s parameters that train, by the plan's optimizer, for `world` ranks, without any.
+    """Build the update of all of `model`'s parameters that train, by the plan's optimizer, for `world` ranks, without
+    any.
 
-    The model is not compiled, may be on the meta device, and is not changed. Where a budget decides how many states are offloaded, none
-    are here that need not be: that depends on the step's memory (`planned_step`). Raises `PlanError` if the plan has no
-    optimizer, groups that do not fit the model, stages, or ranks that divide weights.
+    The model is not compiled, may be on the meta device, and is not changed. Where a budget decides how many states are
+    offloaded, as few as possible are here: the real number depends on the step's memory (`planned_step`). Raises
+    `PlanError` if the plan has no optimizer, groups that do not fit the model, stages, or ranks that divide weights.
     """
     if plan.optimizer is None:
         raise PlanError("the plan has no optimizer", where="optimizer", hint="optimizer=zgraph.AdamW(lr=…)")
@@ -170,7 +178,8 @@ def update_program(model: nn.Module, plan: Plan, world: int) -> History:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """The one device of the model (where it will be, for a model on the meta device)."""
+    """Return the one device of the model (where it will be, for a model on the meta device). Raises `ModelError` for
+    several."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     by_device: dict[torch.device, str] = {}
     for name, tensor in tensors.items():

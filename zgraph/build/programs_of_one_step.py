@@ -1,8 +1,8 @@
-"""Programs beside each other: in one step one rank runs one of them, and another rank another.
+"""Programs that run in one step beside each other: one rank runs one of them, another rank another.
 
-Ranks whose batches no one program serves (a single row beside several) do so. Every rank makes all of these programs, in one order,
-so that what ranks have made stays equal. What they do together must be the same in each: the collectives over ranks that have
-different rows, in their order.
+Ranks do so when no one program serves all their batches (a single row beside several). Every rank makes all of these
+programs, in one order, so that what ranks have made stays equal. The collectives over ranks that have different rows
+must be the same in each, in the same order.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ logger = logging.getLogger(__name__)
 
 
 def put_beside(entries: Sequence[Entry]) -> None:
-    """Let ranks run programs of these in one step. One that communicates otherwise than the first is made anew, in the first one's order, and so
-    are its programs for certain sizes alone. Raises `RankMismatchError` where it can't."""
+    """Let ranks run any program of these entries in one step.
+
+    A program whose collectives differ from the first one's is made anew in the first one's order, and so are its
+    programs for certain sizes alone. Raises `RankMismatchError` where that is impossible.
+    """
     leader = max(entries, key=lambda entry: (len(entry.beside), len(entry.trace.sizes)))
     group = tuple(dict.fromkeys(one for entry in (leader, *entries) for one in entry.beside))
     if all(len(one.beside) == len(group) for one in group):
@@ -50,7 +53,10 @@ def _variants(steps: Sequence[StepProgram]) -> list[Variant]:
 
 
 def add_hot(step: StepProgram, point: Mapping[str, int]) -> str | None:
-    """Let ranks run a program of its own for these sizes. None if they can; else why not: it communicates otherwise than the one for all sizes."""
+    """Make a program of its own for these sizes, and let ranks run it; return None.
+
+    If its collectives differ from those of the program for all sizes, drop it and return the difference.
+    """
     made = step.at(point)
     for variant in dict.fromkeys([*step.variants(), *_variants(step.beside)]):
         if found := difference(step, made, variant):
@@ -61,7 +67,7 @@ def add_hot(step: StepProgram, point: Mapping[str, int]) -> str | None:
 
 
 def leave(gone: Entry) -> None:
-    """Let an entry that goes be forgotten by those that it was beside."""
+    """Remove an entry from the groups of those that it was beside."""
     for entry in gone.beside:
         if entry is not gone:
             _link(entry, tuple(one for one in entry.beside if one is not gone))

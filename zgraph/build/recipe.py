@@ -1,4 +1,4 @@
-"""How a pipeline was made, as JSON and back: what a reproducer needs besides the program, to run its passes again."""
+"""A pipeline's arguments as JSON and back: with the program, all that a reproducer needs to run its passes again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def to_recipe(
     plan: Plan, costs: Costs, variant: Variant, training: bool, choice: MemoryDecision, pass_filter: PassFilter
 ) -> dict[str, Any]:
-    """What `build` was given for a step's pipeline, as JSON."""
+    """Return the arguments of `build` for a step's pipeline, as JSON."""
     return {
         "plan": plan.model_dump(mode="json"),
         "hardware": costs.hardware.model_dump(mode="json"),
@@ -29,12 +29,12 @@ def to_recipe(
 
 
 def to_update_recipe(plan: Plan, first: tuple[str, ...]) -> dict[str, Any]:
-    """What `build_update_passes` was given."""
+    """Return the arguments of `build_update_passes`, as JSON."""
     return {"plan": plan.model_dump(mode="json"), "first": list(first)}
 
 
 def passes_of(recipe: dict[str, Any]) -> list[Pass]:
-    """The pipeline that was made from a recipe, made again. Raises `PlanError` where what it names is not there."""
+    """Build the pipeline of a recipe again. Raises `PlanError` where something that it names can't be loaded."""
     from zgraph.plan.plan import Plan
 
     plan = Plan.model_validate(recipe["plan"])

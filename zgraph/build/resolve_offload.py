@@ -1,8 +1,9 @@
-"""What "auto" means in a plan's `offload`: which memory a budget may use besides the device's.
+"""Resolves "auto" in a plan's `offload`: the memory that a budget may use besides the device's.
 
-Without a budget it is the device. With one, it is the memory of the host where that is another than the device's, else the disk of a
-folder that the plan names. Activations and states are then taken there as far as the budget needs it (`zgraph/build/memory_search.py`, after
-capture); parameters all or none, before it: where weights, and the gradients and states that stay, leave little room for anything else.
+Without a budget there is none. With one, it is the host's memory where that is another than the device's, else the disk
+of a folder that the plan names. As many activations and states are then offloaded as the budget needs
+(`zgraph/build/memory_search.py`, after capture); parameters all or none, before capture: where weights, and the
+gradients and states that stay, leave little room for anything else.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from zgraph.ranks.host import host_free
 if TYPE_CHECKING:
     from zgraph.plan.plan import Plan
 
-STAGES = 3  # groups of an update that are on the device at once, nearly
-STAY = 0.7  # of a budget, at most, for what lies on the device all the time
-HOST_SHARE = 0.8  # of the host's memory that is free may be used
+STAGES = 3  # about the number of groups of an update that are on the device at once
+STAY = 0.7  # the largest part of a budget for what stays on the device all the time
+HOST_SHARE = 0.8  # the part of the host's free memory that may be used
 
 
 def placed(
@@ -36,9 +37,11 @@ def placed(
     device: torch.device,
     any_rank: Callable[[bool], bool] = bool,
 ) -> Plan:
-    """The plan with a place for each "auto" of its `offload`, if it has a budget. `sizes` is the mesh, with its stages.
-    `any_rank` says whether something is true on one
-    rank at least: all place alike."""
+    """Return the plan with a place for each "auto" of its `offload`, if it has a budget.
+
+    `sizes` is the mesh, with its stages. `any_rank` returns whether something is true on at least one rank: all ranks
+    choose alike.
+    """
     offload = plan.offload
     auto = [what for what in KINDS if getattr(offload, what).startswith("auto")]
     if plan.memory_budget is None:
@@ -66,7 +69,8 @@ def placed(
 
 
 def placed_as(plan: Plan, other: Plan) -> Plan:
-    """The plan with each "auto" where the model runs by now, by the `other` plan."""
+    """Return the plan with each "auto" replaced by the place that the `other` plan, which the model runs by, has for
+    it."""
     if plan.memory_budget is None:
         return plan
     there = {what: str(getattr(other.offload, what)) for what in KINDS}
@@ -83,5 +87,5 @@ def _place(auto: str, host: bool) -> str:
 
 
 def _ranks_here() -> int:
-    """The ranks that share this host."""
+    """Return the number of ranks that share this host."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

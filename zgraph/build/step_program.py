@@ -1,8 +1,8 @@
 """One input signature of a model, compiled: its capture, and the programs that serve it.
 
 Which outputs a user differentiates is known only in the backward; a program is made for one such choice (the model's
-own loss, if it gives one, else all). Of each program there are variants (see `zgraph.build.pass_pipeline.Variant`), made when
-they are first needed.
+own loss, if it returns one, else all outputs). Each program has variants (see `zgraph.build.pass_pipeline.Variant`),
+made when they are first needed.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ logger = logging.getLogger(__name__)
 
 
 def is_differentiated(program: Program) -> bool:
-    """Whether a captured program has a backward."""
+    """Return whether a captured program has a backward."""
     return any(p.role in (OutputRole.GRADIENT, OutputRole.RETURNED) for p in program.outputs)
 
 
 def _read_by_backward(captured: Program) -> frozenset[str]:
-    """The parameters that a captured program's backward reads, or a view of."""
+    """Return the parameters that a captured program's backward reads, themselves or through a view."""
     found = set()
     for name, node in captured.input_nodes(InputRole.PARAMETER).items():
         stack = [node]
@@ -71,7 +71,7 @@ def _read_by_backward(captured: Program) -> frozenset[str]:
 class StepProgram:
     """The programs for one signature and one choice of differentiated outputs.
 
-    Of a stage under a memory budget its rank decides what is chosen: `decide` gives that, and may raise `PlanError`.
+    For a stage under a memory budget, `decide` gives its rank's decision, and may raise `PlanError`.
     """
 
     def __init__(
@@ -84,16 +84,14 @@ class StepProgram:
         from_start: Collection[int] = (),
     ) -> None:
         self.name = captured.name
-        self.symbolic = self  # of one for certain sizes that which serves all
-        self.hot: dict[tuple[int, ...], StepProgram] = {}  # those for certain sizes alone
+        self.symbolic = self  # for a program for certain sizes: the one that serves all sizes
+        self.hot: dict[tuple[int, ...], StepProgram] = {}  # programs for certain sizes alone
         self.from_start = from_start  # see `Trace.from_start`
-        self.kept = (
-            kept  # what of it is kept for other processes, and of what these have kept; None where nothing can be
-        )
+        self.kept = kept  # the store's entry for it; None where nothing can be kept
         known = kept.facts if kept is not None else None
         self.known = known
         self.pattern = pattern  # the flat outputs that are differentiated
-        self.beside: tuple[StepProgram, ...] = (self,)  # those that ranks may run in one step, this one included
+        self.beside: tuple[StepProgram, ...] = (self,)  # programs that ranks may run in one step, this one included
         self.captured = captured
         self.context = context
         self.plan = context.plan
@@ -109,18 +107,20 @@ class StepProgram:
         self._apart: dict[tuple[bool, bool], tuple[Executable | None, Executable | None]] = {}
         self._summing: dict[tuple[bool, bool], Executable] = {}
         self._heard = Heard()
-        self._keeps_more = False  # is what is made from now on kept at once?
-        self.sharing: dict[bool, Sharing] = {}  # of its forwards, from their first runs
-        self.apart = False  # has it run with tensors of the model that were seen to be apart in memory?
+        self._keeps_more = False  # whether later programs are kept as soon as they are made
+        self.sharing: dict[bool, Sharing] = {}  # by forward (`gathered_before`), from its first run
+        self.apart = False  # whether the model's tensors were checked not to overlap when it ran
 
     @property
     def shared_name(self) -> str:
-        """What all ranks call what they run in a step."""
+        """The name that all ranks have for what they run in a step."""
         return " beside ".join([step.name for step in self.beside])
 
     def sizes_of_call(self, flat: Sequence[Any]) -> dict[str, int]:
-        """The sizes that differ from call to call, by their names, in a call with these flat inputs. Raises `SignatureError` for sizes that it
-        does not hold for."""
+        """Return the sizes that differ from call to call, by name, in a call with these flat inputs.
+
+        Raises `SignatureError` for sizes that the program does not hold for.
+        """
         sizes = self.captured.sizes
         point = sizes.of_call(flat)
         if not sizes.hold(point):
@@ -149,14 +149,14 @@ class StepProgram:
 
     @functools.cached_property
     def offloaded(self) -> int:
-        """Bytes of activations that are stored elsewhere from the forward to the backward."""
+        """Bytes of activations that are offloaded from the forward to the backward."""
         if self.known is not None:
             return self.known.offloaded
         nodes = self.history().program.graph.find_nodes(op="call_function", target=transfers_to_host.OFFLOAD)
         return sum(most_bytes(n) for n in nodes if info(n).param is None)
 
     def facts(self) -> StepFacts:
-        """What another process would have to know of its graphs."""
+        """Return what another process needs to know of its graphs."""
         made = self.history().program
         backward = _read_by_backward(self.captured)
         return StepFacts(
@@ -171,7 +171,7 @@ class StepProgram:
         )
 
     def keep(self) -> None:
-        """Keep what was made so far for other processes, and what is made later when that is made."""
+        """Keep what was made so far for other processes, and from now on whatever is made."""
         self._keeps_more = True
         if self.kept is not None:
             facts = self.known or self.facts()
@@ -183,10 +183,10 @@ class StepProgram:
         return [p.name for p in self.forward().program.outputs if p.role is OutputRole.UNSHARDED]
 
     def history(self, variant: Variant = PLAIN) -> History:
-        """The way of this program through the pipeline."""
+        """Return the history of a variant through the pipeline."""
         if variant not in self._histories:
             if variant is not PLAIN:
-                self.history()  # (it decides for all)
+                self.history()  # (the plain variant decides for all)
             if self.decide is not None:
                 self._histories[variant] = self.decide().history(variant)
                 return self._histories[variant]
@@ -196,7 +196,8 @@ class StepProgram:
                     self.context,
                     variant,
                     training=self.differentiated,
-                    # (That of the plain one is for all; and that of a symbolic one for those for certain sizes.)
+                    # (The plain variant's choice is for all variants, a symbolic program's for those for certain
+                    # sizes.)
                     choice=self._choice if variant != PLAIN or self.symbolic is not self else None,
                 )
             if variant == PLAIN and self.kept is not None and self.known is not None:
@@ -205,23 +206,26 @@ class StepProgram:
 
     @property
     def choice(self) -> MemoryDecision | None:
-        """What was decided under a memory budget. Of a stage it is decided now if need be; else None before the search."""
+        """What was decided under a memory budget: for a stage decided now if need be, else None before the search."""
         return self.decide().choice if self.decide is not None else self._choice
 
     @property
     def states(self) -> float | None:
-        """The share of the optimizer's states that a budget's search has let be offloaded; None before it."""
+        """The share of the optimizer's states that a budget's search has chosen to offload; None before it."""
         return self.choice.states if self.choice is not None else None
 
     @property
     def outside(self) -> ResidentMemory:
-        """What a rank holds besides."""
+        """The memory that a rank holds besides the program."""
         found = self.context.residents.at(self.states)
         return replace(found, held=found.held + idle_bytes(self.captured))
 
     def runs(self) -> list[tuple[str, Variant, int]]:
-        """What a training step runs: ("first", …) for the first micro-batch, ("next", …) for those that follow, ("last", …) for one that
-        adds up what they left; each with its variant and how often it runs."""
+        """Return the programs that a training step runs, each as (name, variant, how often).
+
+        "first" is for the first micro-batch, "next" for those that follow, "last" for one that adds up the unreduced
+        gradients of the earlier ones.
+        """
         micro = self.plan.micro_batches
         if micro == 1:
             return [("first", PLAIN, 1)]
@@ -231,15 +235,17 @@ class StepProgram:
         return [run for run in (*found, ("last", Variant(self.keeps, accumulated=True), 1)) if run[2]]
 
     def variants(self) -> list[Variant]:
-        """Those that a training step of this plan takes, the plain one first."""
+        """Return the variants that a training step of this plan runs, the plain one first."""
         found = [PLAIN, *([Variant(gathered_before=True)] if self.keeps else [])]
         if self.plan.zero < 2 and self.plan.micro_batches > 1:
             found += [Variant(self.keeps, reduce=False), Variant(self.keeps, accumulated=True)]
         return found
 
     def at(self, point: Mapping[str, int]) -> StepProgram:
-        """This program for certain sizes alone: a static one, which saves what was decided under a memory budget, and communicates in this one's
-        order."""
+        """Make this program for certain sizes alone.
+
+        It is static, saves what was decided under the memory budget, and communicates in this program's order.
+        """
         captured = self.captured.at(point).renamed(f"{self.name}.{'_'.join(f'{n}{size}' for n, size in point.items())}")
         order = lambda variant: order_of(self.history(variant).program)  # noqa: E731
         context = replace(self.context, order=order, keeper=None)
@@ -249,16 +255,16 @@ class StepProgram:
         return made
 
     def for_call(self, flat: Sequence[Any]) -> StepProgram:
-        """This program, or that for the very sizes of a call with these flat inputs, where there is one."""
+        """Return the program for exactly the sizes of a call with these flat inputs if there is one, else this program."""
         return self.hot.get(self.captured.sizes.key(flat), self) if self.hot else self
 
     def following(self, other: StepProgram) -> StepProgram:
-        """This program made anew, with transfers in the order of another one's."""
+        """Make this program anew, with transfers in the order of another one's."""
         context = replace(self.context, order=lambda variant: order_of(other.history(variant).program))
         return StepProgram(self.captured, context, pattern=self.pattern)
 
     def variants_made(self) -> list[Variant]:
-        """Those that have been split so far."""
+        """Return the variants that have been split so far, except those with the backward in two."""
         return [variant for variant, apart in self._parts if not apart]
 
     def parts(self, variant: Variant = PLAIN, *, apart: bool = False) -> Parts:
@@ -276,8 +282,11 @@ class StepProgram:
 
     @functools.cached_property
     def read_late(self) -> tuple[frozenset[int], frozenset[str]]:
-        """The flat inputs, and the parameters, that the backward takes as they are when it runs. A parameter that plain PyTorch's backward would
-        read counts as well where a gathered copy of it was saved: a change is the same error at every ZeRO stage."""
+        """(flat inputs, parameters) that the backward reads as they are when it runs.
+
+        A parameter that plain PyTorch's backward would read counts even where a gathered copy of it was saved: a change
+        is the same error at every ZeRO stage.
+        """
         part = self.parts().backward
         ports = [] if part is None else part.inputs
         weights = (InputRole.PARAMETER, InputRole.UNSHARDED)
@@ -305,8 +314,11 @@ class StepProgram:
     def backward_apart(
         self, reduce: bool = True, accumulated: bool = False
     ) -> tuple[Executable | None, Executable | None]:
-        """The backward in two: what gives gradients to earlier stages, and what gives those of the weights; None for one that has
-        nothing to give."""
+        """Return the backward in two: the part that gives gradients to earlier stages, and the part that gives those of
+        the weights.
+
+        A part that has nothing to give is None.
+        """
         if (reduce, accumulated) not in self._apart:
             parts = self.parts(Variant(self.keeps, reduce, accumulated), apart=True)
             made = [self.forward()]
@@ -320,7 +332,10 @@ class StepProgram:
         return self._apart[reduce, accumulated]
 
     def summing_backward(self, reduce: bool = True, *, apart: bool = False) -> Executable:
-        """The backward, or of one in two the second part, that adds its gradients to sums that come in (see `summing`). It must have some."""
+        """Return the backward (of one in two the second part) that adds its gradients to incoming sums (see `summing`).
+
+        The part must have gradients.
+        """
         if (reduce, apart) not in self._summing:
             parts = self.parts(Variant(self.keeps, reduce), apart=apart)
             first = self.backward_apart(reduce)[0] if apart else None
@@ -336,14 +351,16 @@ class StepProgram:
         if missing:
             raise AssertionError(f"{self.name}: {part.name} takes {missing}, which nothing before it saves")
         for executable in earlier:
-            if not (
-                is_unseen(part) and is_unseen(executable.program)
-            ):  # (else they were kept together: with these strides)
+            # (two that come from the store were kept together, with these strides)
+            if not (is_unseen(part) and is_unseen(executable.program)):
                 adopt_strides(part, executable)
         return self._compile(part, is_backward=True)
 
     def first_gathers(self) -> list[Executable]:
-        """What starts the first gathers, in order. A cast and a start are nothing that compiling could make faster."""
+        """Return the programs that start the first gathers, in order.
+
+        They are not compiled by Inductor, which makes casts and starts of collectives no faster.
+        """
         for step in lacking(self.beside, PLAIN, lambda one: one._first_gathers is not None):
             for program in step.parts().ahead:
                 step.context.agree(program)
@@ -353,7 +370,7 @@ class StepProgram:
         return self._first_gathers
 
     def executables(self) -> list[Executable]:
-        """Those compiled so far."""
+        """Return the executables compiled so far."""
         apart = [e for pair in self._apart.values() for e in pair if e is not None]
         return [
             *(self._first_gathers or ()),
@@ -387,24 +404,24 @@ class StepProgram:
 
 
 def together(steps: Sequence[StepProgram]) -> None:
-    """Let ranks run any of these programs in one step, and of each also those for certain sizes."""
+    """Let ranks run any of these programs in one step, and those for certain sizes of each."""
     group = tuple(one for step in steps for one in (step, *step.hot.values()))
     for one in group:
         one.beside = group
 
 
 class Serves(abc.ABC):
-    """What serves the calls of one input signature, or of many that differ in sizes alone."""
+    """The programs that serve the calls of one input signature, or of many signatures that differ in sizes alone."""
 
     trace: Trace
     only: Mapping[str, int]  # sizes by name that are numbers in it, and symbols in other programs of such calls
 
     @abc.abstractmethod
     def programs(self) -> list[StepProgram]:
-        """Those made so far."""
+        """Return the programs made so far."""
 
     def every_program(self) -> list[StepProgram]:
-        """Those made so far, with those for certain sizes alone."""
+        """Return the programs made so far, with those for certain sizes alone."""
         return [one for step in self.programs() for one in (step, *step.hot.values())]
 
     @property
@@ -413,19 +430,20 @@ class Serves(abc.ABC):
         return bool(self.trace.sizes)
 
     def holds(self, point: Mapping[str, int]) -> bool:
-        """Whether its programs hold at these sizes by name."""
+        """Return whether its programs hold at these sizes by name."""
         if any(point[name] != size for name, size in self.only.items()):
             return False
         return not self.open or all(s.captured.sizes.hold(point) for s in self.programs())
 
     def bound(self, point: Mapping[str, int]) -> tuple[str, str | None]:
-        """(the first condition of its programs that does not hold at a point, the user's line that made it one)."""
+        """Return (the first condition of its programs that does not hold at a point, the user's line that it comes
+        from)."""
         broken = (s.captured.sizes.broken(point) for s in self.programs())
         return next((found for found in broken if found[0]), ("", None))
 
 
 class Entry(Serves):
-    """One input signature."""
+    """One input signature: its capture, and its programs by the choice of differentiated outputs."""
 
     def __init__(self, name: str, shown: str, trace: Trace, rows: int, context: BuildContext) -> None:
         self.name = name
@@ -438,23 +456,25 @@ class Entry(Serves):
         self.constants = [None if isinstance(n, fx.Node) else n for n in returned]
         self.pattern = self.trace.pattern
         self._programs: dict[frozenset[int], StepProgram] = {}
-        # Has it run once, did that change Python state that the capture depends on, and had the program before as well?
+        # Whether it has run once; whether that changed Python state that the capture depends on; whether the entry
+        # before had done so.
         self.settled = self.unsettled = self.unsettled_before = False
         self.only = {}
-        self.follows: Mapping[int, Mapping[int, str]] = {}  # dimensions of flat outputs that have a padded size: which
-        self.beside: tuple[Entry, ...] = (self,)  # those that ranks may have in one step, this one included
-        self.batch_known = False  # was it seen that what is cut into micro-batches is the batch?
+        self.follows: Mapping[
+            int, Mapping[int, str]
+        ] = {}  # the padded size of each dimension of a flat output that has one
+        self.beside: tuple[Entry, ...] = (self,)  # entries that ranks may run in one step, this one included
+        self.batch_known = False  # whether the cut into micro-batches was checked to be along the batch
 
     def program(self, pattern: frozenset[int] | None = None) -> StepProgram:
-        """The program in which these flat outputs are differentiated (by default those that were the last time)."""
+        """Return the program in which these flat outputs are differentiated, by default the same as the last time."""
         if (
             pattern is None
             and self.pattern != self.trace.differentiable
             and not self._program(self.pattern).differentiated
         ):
-            self.pattern = (
-                self.trace.differentiable
-            )  # (what looked like the loss has no gradient: the sign of a determinant, say)
+            # (what looked like the loss has no gradient: the sign of a determinant, say)
+            self.pattern = self.trace.differentiable
         return self._program(self.pattern if pattern is None else pattern)
 
     def _program(self, chosen: frozenset[int]) -> StepProgram:
@@ -463,14 +483,17 @@ class Entry(Serves):
         return self._programs[chosen]
 
     def in_other(self, other: Entry, outputs: frozenset[int]) -> frozenset[int]:
-        """Flat outputs as those that are the same of another entry: where a model gives a tensor for each image, its loss is at another place. (That
-        is known of the loss, and of all that can be differentiated.)"""
+        """Return flat outputs as the corresponding ones of another entry.
+
+        They differ where a model returns a tensor for each image, and so its loss at another position. Only the loss,
+        and all outputs that can be differentiated, are translated.
+        """
         if outputs == self.trace.pattern:
             return other.trace.pattern
         return other.trace.differentiable if outputs == self.trace.differentiable else outputs
 
     def follow(self, mine: StepProgram, other: StepProgram) -> StepProgram:
-        """Let one of its programs communicate in another entry's order, and return it as it is then."""
+        """Make one of its programs anew with transfers in the order of another entry's program, and return it."""
         made = self._programs[mine.pattern] = mine.following(other)
         return made
 

@@ -1,8 +1,8 @@
-"""A step's programs, kept for later processes: what a `StepProgram` has to know so that nothing has to be traced, and no pass has to run.
+"""A step's programs, kept for later processes: with them a `StepProgram` needs no tracing and no passes.
 
-[Note: what is kept] Of the captured program all but its graph, and facts of that (`StepFacts`); of each variant that was split the parts, whole, with
-what runs read of their graphs; their code (`zgraph/codegen/code_cache.py`). The passes' history is not kept: who asks for it has the
-capture, which every process makes, go through the passes once more, and what comes out must be the program that was kept.
+[Note: what is kept] The captured program without its graph, and facts about that graph (`StepFacts`); the parts of each variant that was
+split, whole, with what runs read of their graphs; their code (`codegen/code_cache.py`). The history of the passes is not kept: to
+see it, the capture, which every process makes, goes through the passes again, and the result must be the program that was kept.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ STEP = "step"
 class StepFacts:
     """What is read of a step's graphs besides its parts."""
 
-    random: bool  # does it draw random numbers?
-    keeps: bool  # do whole weights outlive it?
-    offloaded: int  # bytes of activations that are stored elsewhere
-    read_by_backward: frozenset[str]  # parameters
+    random: bool  # whether it draws random numbers
+    keeps: bool  # whether whole weights outlive it
+    offloaded: int  # bytes of activations that are offloaded
+    read_by_backward: frozenset[str]  # parameters that the backward reads
     from_start: frozenset[int]  # see `Trace.from_start`
-    choice: MemoryDecision | None
+    choice: MemoryDecision | None  # what was decided under a memory budget; None without a decision
     made: str  # the digest of the program after all passes
-    warnings: tuple[tuple[str, str], ...]  # that were given while it was made: by whom, and what
+    warnings: tuple[tuple[str, str], ...]  # (logger, message) of the warnings given while it was made
 
     def said(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return these facts as JSON."""
         sets = {name: sorted(getattr(self, name)) for name in ("read_by_backward", "from_start")}
         choice = None if self.choice is None else asdict(self.choice) | {"keep": sorted(self.choice.keep)}
         return {**dataclasses.asdict(self), **sets, "choice": choice, "warnings": [list(w) for w in self.warnings]}
 
     @staticmethod
     def of(said: Mapping[str, Any]) -> StepFacts:
-        """What `said` gave."""
+        """Return the facts that `said` gave as JSON."""
         choice = said["choice"]
         if choice is not None:
             choice = MemoryDecision(**{**choice, "keep": frozenset(choice["keep"])})
@@ -68,13 +68,13 @@ class StepFacts:
         return StepFacts(**{**said, **sets, "choice": choice, "warnings": warnings})
 
     def warn(self) -> None:
-        """Give the warnings that whoever made it got."""
+        """Give the warnings again that were given while the step was made."""
         for name, message in self.warnings:
             logging.getLogger(name).warning("%s", message)
 
 
 class Heard(logging.Handler):
-    """Notes the warnings of zgraph's loggers that this thread gives while it is entered."""
+    """A log handler that records the warnings which this thread gives to zgraph's loggers while it is entered."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -95,12 +95,12 @@ class Heard(logging.Handler):
 
 
 class KeptStep:
-    """What is kept of one step, by its key: nothing yet, or all that an earlier process has made of it."""
+    """The store's entry for one step: empty, or with everything that earlier processes have made of it."""
 
     def __init__(self, store: Store, key: str, code: KeptCode) -> None:
         self.store, self.key, self.code = store, key, code
         self._data: dict[str, Any] = {}
-        self.facts: StepFacts | None = None  # None: nothing is kept
+        self.facts: StepFacts | None = None  # None while nothing is kept
         self._read()
 
     def _read(self) -> None:
@@ -109,7 +109,10 @@ class KeptStep:
             self._data, self.facts = data, StepFacts.of(data["facts"])
 
     def captured(self, make: Callable[[], Program]) -> Program:
-        """The captured program, whose graph is made when somebody looks at it. Raises `ZgraphError` then if it is another."""
+        """Return the captured program, whose graph is made when someone first looks at it.
+
+        Raises `ZgraphError` then if the graph differs from the kept one.
+        """
         frame, known = self._data["captured"]
 
         def same() -> Program:
@@ -118,7 +121,7 @@ class KeptStep:
         return LateProgram(frame_from_json(frame), same, None, known)
 
     def refuse_another(self, program: Program, known: str) -> Program:
-        """The program. Raises `ZgraphError` unless its digest is the one that is `known`."""
+        """Return the program. Raises `ZgraphError` unless its digest is the `known` one."""
         if digest(program) != known:
             raise ZgraphError(
                 f"program {program.name} is another than the one that was kept of it",
@@ -129,7 +132,7 @@ class KeptStep:
         return program
 
     def parts(self, variant: Variant, *, apart: bool) -> Parts | None:
-        """The parts of a variant; None where none are kept."""
+        """Return the parts of a variant; None where none are kept."""
         rows = self._data.get("parts", {}).get(_name(variant, apart))
         if rows is None:
             return None
@@ -170,7 +173,7 @@ def _row(program: Program | None) -> list[Any] | None:
 
 
 class KeptPrograms:
-    """Gives each step of one compiled model what is kept of it."""
+    """The store's entries for the steps of one compiled model."""
 
     def __init__(self, store: Store, model: str, device: torch.device) -> None:
         self.store = store
@@ -179,7 +182,8 @@ class KeptPrograms:
         self._told: set[str] = set()
 
     def conditions(self) -> str | None:
-        """The hash of what programs depend on now; None, and a line in the log, where that has no text."""
+        """Return the hash of everything besides the step that programs depend on now; log a line and return None where
+        some of it has no text."""
         try:
             return conditions.key_of(conditions.conditions(self.device))
         except conditions.Unknown as error:
@@ -187,18 +191,18 @@ class KeptPrograms:
             return None
 
     def words(self, program: str) -> dict[str, str]:
-        """What a list of the folder says of an entry."""
+        """Return what a listing of the folder shows for an entry."""
         return {"model": self.model, "program": program}
 
     def code(self, program: str) -> KeptCode | None:
-        """Where the code of an update is kept."""
+        """Return the store of an update's code; None where it can't be kept."""
         found = self.conditions()
         return KeptCode(self.store, found, self.device, self.words(program)) if found is not None else None
 
     def step(self, trace: Trace, pattern: frozenset[int], name: str, context: BuildContext) -> KeptStep | None:
-        """What is kept of the step of a capture; None for one that can't be kept."""
+        """Return what is kept of a capture's step; None for a step that can't be kept."""
         if context.pass_filter != EVERY_PASS or context.order is not own_order or context.plan.passes:
-            return None  # (made for somebody who looks on, or by a user's own passes)
+            return None  # (made for inspection, or by a user's own passes)
         found = self.conditions()
         if found is None:
             return None
@@ -230,6 +234,6 @@ VARIABLE = "ZGRAPH_CACHE"
 
 
 def kept_programs(model: torch.nn.Module, device: torch.device) -> KeptPrograms | None:
-    """Where programs of a model are kept: only in a folder that the user has named, by `ZGRAPH_CACHE`."""
+    """Return the store of a model's programs: None unless the user has named a folder by `ZGRAPH_CACHE`."""
     store = opened() if os.environ.get(VARIABLE) else None
     return KeptPrograms(store, type(model).__name__, device) if store is not None else None

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 class Unmatched:
     """A pattern in a field of a plan that names nothing of the model."""
 
-    field: str
-    pattern: str
-    error: PlanError
+    field: str  # the field of the plan
+    pattern: str  # the pattern
+    error: PlanError  # the error that says so
 
 
 def unmatched(plan: Plan, model: nn.Module) -> Iterator[Unmatched]:
-    """Each pattern of `recompute`, `tiles` and `tensor_parallel` that matches no module, by any of its names."""
+    """Yield each pattern of `recompute`, `tiles` and `tensor_parallel` that matches no module, by any of its names."""
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     recompute = plan.recompute if isinstance(plan.recompute, tuple) else ()
     tiles = [p for p in plan.tiles if p != LOSS]
@@ -55,7 +55,7 @@ def refuse_unmatched(plan: Plan, model: nn.Module) -> None:
 
 
 def _unmatched_parameters(patterns: Iterable[str], model: nn.Module) -> Iterator[PlanError]:
-    """For each pattern of `wire.exact` that names no parameter by its first name."""
+    """Yield an error for each pattern of `wire.exact` that matches no parameter by its first name."""
     names = parameter_names(model)
     for pattern in patterns:
         if matches(names, [pattern]):
@@ -67,7 +67,7 @@ def _unmatched_parameters(patterns: Iterable[str], model: nn.Module) -> Iterator
 
 
 def without(plan: Plan, faulty: Iterable[Unmatched]) -> Plan:
-    """The plan without these patterns."""
+    """Return the plan without these patterns."""
     lost = {(found.field, found.pattern) for found in faulty}
     changes: dict[str, Any] = {}
     for field in {field for field, _ in lost}:

@@ -1,4 +1,4 @@
-"""From a plan to its update program, ready to be compiled: for the run time, the command line and tests alike."""
+"""From a plan to its update program, ready to be compiled: for the runtime, the command line and tests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from zgraph.update.sign_compression import residual_sizes
 if TYPE_CHECKING:
     from zgraph.plan.plan import Plan
 
-SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the optimizer's states, for a budget to choose from
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # shares of the optimizer's states that a memory budget chooses from
 
 
 def update_options(
@@ -36,8 +36,11 @@ def update_options(
     share: float | None = None,
     held: Held | None = None,
 ) -> UpdateOptions:
-    """What of a plan the update program of `members` depends on, besides its optimizer. `share` is that of the states which is
-    offloaded, by default the plan's; `held` what this rank of a pipeline holds, None without one."""
+    """Return the options of the update program of `members`: all that it depends on of the plan besides the optimizer.
+
+    `share` is the share of the states that is offloaded, by default the plan's; `held` is what this rank of a pipeline
+    holds, None without a pipeline.
+    """
     clip = plan.grad_clip
     options = UpdateOptions(
         clip_norm=clip.norm if clip else None,
@@ -57,7 +60,8 @@ def update_options(
 
 
 def shares_of(plan: Plan) -> tuple[float, ...]:
-    """The shares of the optimizer's states that may be offloaded: the plan's, or what a budget may choose from."""
+    """Return the shares of the optimizer's states that may be offloaded: the plan's, or those that a budget chooses
+    from."""
     ratio, decides = plan.offload.ratio, plan.memory_budget is not None and plan.offload.tier("optimizer") is not None
     return SHARES if ratio is None and decides else (1.0 if ratio is None else ratio,)
 
@@ -65,7 +69,8 @@ def shares_of(plan: Plan) -> tuple[float, ...]:
 def _homes(
     plan: Plan, members: Sequence[Member], specs: dict[str, ParamSpec], options: UpdateOptions, share: float
 ) -> dict[str, str]:
-    """The tier of each parameter whose states are offloaded: this share of all their bytes at least, the largest first."""
+    """Return the tier of each parameter whose states are offloaded: the largest first, until they have this share of
+    all state bytes."""
     tier = plan.offload.tier("optimizer")
     if tier is None:
         return {}
@@ -81,8 +86,11 @@ def _homes(
 
 
 def gradient_homes(plan: Plan, options: UpdateOptions, device: torch.device) -> dict[str, str]:
-    """The tier that each gradient goes to as it is made, by its parameter's name: the memory of the host that updates it. (Where that is
-    the device's as well, gradients for states on a disk are in the right place.)"""
+    """Return the tier that each gradient goes to as it is made, by its parameter's name: the memory of the host that
+    updates it.
+
+    (Where the device is the host itself, gradients for states on a disk are in the right place already.)
+    """
     there = {"cpu"} if device.type == "cpu" else {"cpu", "nvme"}
     return {n: "cpu" for n, tier in options.homes.items() if plan.offload.gradients and tier in there}
 
@@ -97,10 +105,13 @@ def resident_of(
     shares: tuple[float, ...] | None = None,
     held: Held | None = None,
 ) -> ResidentMemoryByShare:
-    """What a rank holds besides what forward and backward take and make, by the share of the states that is offloaded (`shares`,
-    by default `shares_of` the plan); where a budget lets the update bring states to the device, and in a pipeline, its own peak as well.
-    `specs` are those of the whole model, `sizes` those of the mesh without stages; `held` is what a rank of a pipeline holds, None
-    without one."""
+    """Return what a rank holds besides what forward and backward take and make, by the share of the states that is
+    offloaded.
+
+    `shares` are those to choose from, by default `shares_of` the plan. Where a budget lets the update bring states to
+    the device, and in a pipeline with a budget, the update's own peak is included. `specs` are those of the whole
+    model, `sizes` those of the mesh without stages; `held` is what a rank of a pipeline holds, None without a pipeline.
+    """
     whole, specs = specs, specs_here(specs, held)
     shares = shares or shares_of(plan)
 
@@ -112,11 +123,11 @@ def resident_of(
         laid = with_gradients_in(homes, specs)
         waiting = waiting_bytes(laid, plan)
         late = (laid[m.name] for m in members if m.name in options.late() and laid[m.name].grad_home is None)
-        size += sum(math.prod(s.shard_shape) * s.grad_dtype.itemsize for s in late)  # (gradients of the step before)
+        size += sum(math.prod(s.shard_shape) * s.grad_dtype.itemsize for s in late)  # (gradients of the previous step)
         if plan.memory_budget is None or not members or (held is None and not plan.offload.tiers()):
             return ResidentMemory(size + waiting, waiting, homes=homes)
         found = simulate(update_history(plan, members, specs, mesh_of(sizes, held), device, options).program, costs)
-        if options.late():  # (what it brings to the device is there beside a step)
+        if options.late():  # (what it brings to the device is there during a step)
             kept = sum(found.peak.get(k, 0) for k in ("parameters", "gradients", "states"))
             size += sum(found.peak.values()) - kept
         return ResidentMemory(
@@ -127,7 +138,7 @@ def resident_of(
 
 
 def unsent_bytes(members: Sequence[Member], specs: Mapping[str, ParamSpec], sizes: Mapping[str, int]) -> int:
-    """Bytes of what a rank has not sent of its momenta, once these are sent in signs."""
+    """Return the bytes of what a rank has not sent of its momenta (their residuals), once they are sent as signs."""
     ranks = sizes.get(DATA_DIM, 1)
     sending = [m.name for m in members if m.record is not None and RULES[m.record.name].after_freeze is not None]
     return 4 * sum(sum(residual_sizes(math.prod(specs[n].shape), ranks).values()) for n in sending)
@@ -142,10 +153,11 @@ def whole_update(
     share: float | None = None,
     held: Held | None = None,
 ) -> History | None:
-    """Build the update of every parameter that trains; None for a plan without an optimizer, or a model without such parameters.
+    """Build the update of every parameter that trains; return None for a plan without an optimizer, or a model without
+    such parameters.
 
-    `share`: see `update_options`; `specs`, `sizes` and `held`: see `resident_of`. A stage of a pipeline that trains nothing has an update
-    all the same: it takes part in what all decide together.
+    `share`: see `update_options`; `specs`, `sizes` and `held`: see `resident_of`. A pipeline stage that trains nothing
+    has an update too: it takes part in what all stages decide together.
     """
     members, options = trained(module, specs, plan, share, held)
     if not members and (held is None or plan.optimizer is None):
@@ -154,7 +166,7 @@ def whole_update(
 
 
 def state_bytes(module: torch.nn.Module, specs: dict[str, ParamSpec], plan: Plan, held: Held | None = None) -> int:
-    """Bytes of a rank's optimizer states, wherever they are stored. `specs` and `held`: see `resident_of`."""
+    """Return the bytes of a rank's optimizer states, wherever they are stored. `specs` and `held`: see `resident_of`."""
     members, options = trained(module, specs, plan, held=held)
     return sum(state_bytes_of(m, specs[m.name], options) for m in members)
 
@@ -168,9 +180,11 @@ def trained(
     *,
     frozen: bool = False,
 ) -> tuple[list[Member], UpdateOptions]:
-    """What the plan's optimizer updates (nothing without one) of what this rank holds, and how; with `frozen`, what has no gradient too.
+    """Return the parameters of this rank that the plan's optimizer updates (none without one), and the options of their
+    update.
 
-    `share`: see `update_options`; `specs` and `held`: see `resident_of`.
+    With `frozen`, those without a gradient are included. `share`: see `update_options`; `specs` and `held`: see
+    `resident_of`.
     """
     everywhere = members_of(module, specs, plan.optimizer) if plan.optimizer is not None else []
     members = [m for m in everywhere if held is None or m.name in held.own]
@@ -179,10 +193,10 @@ def trained(
 
 
 def waiting_bytes(specs: Mapping[str, ParamSpec], plan: Plan) -> int:
-    """Bytes of gradients between micro-batches, on the device."""
+    """Return the bytes of gradients on the device between micro-batches."""
     total = 0
     if plan.micro_batches > 1:
-        # (stages 0 and 1 keep them whole until the last micro-batch, and there)
+        # (ZeRO stages 0 and 1 keep them whole and on the device until the last micro-batch)
         shapes = [
             (s.shard_shape if plan.zero > 1 else s.shape, s.grad_dtype)
             for s in specs.values()
@@ -193,11 +207,14 @@ def waiting_bytes(specs: Mapping[str, ParamSpec], plan: Plan) -> int:
 
 
 def away_bytes(module: torch.nn.Module, specs: dict[str, ParamSpec], plan: Plan, held: Held | None = None) -> int:
-    """Bytes of weights, gradients and states that a rank keeps on disk from step to step. `specs` and `held`: see `resident_of`."""
+    """Return the bytes of weights, gradients and states that a rank keeps on disk from step to step. `specs` and
+    `held`: see `resident_of`."""
     total = 0
     if plan.offload.tier("parameters") == "nvme":
         total += sum(s.rank_bytes for s in specs_here(specs, held).values() if s.home is not None)
-    if plan.offload.tier("optimizer") == "nvme" and len(shares_of(plan)) == 1:  # (else it is not known yet)
+    if (
+        plan.offload.tier("optimizer") == "nvme" and len(shares_of(plan)) == 1
+    ):  # (with several shares it is not known yet)
         members, options = trained(module, specs, plan, held=held, frozen=True)
         total += sum(state_bytes_of(m, specs[m.name], options) for m in members if m.name in options.homes)
     return total
@@ -214,8 +231,12 @@ def update_history(
     first: Sequence[str] = (),
     verified: bool = True,
 ) -> History:
-    """Build the update of `members` and run the passes for it; parameters named in `first` are updated as early as they can be. Is what
-    each pass leaves `verified`? `specs` are those of the parameters that this rank holds; `sizes` has "pp" where there are other stages."""
+    """Build the update of `members` and run its passes; parameters named in `first` are updated as early as they can
+    be.
+
+    With `verified` the verifier checks the result of each pass. `specs` are those of the parameters that this rank
+    holds; `sizes` has "pp" where there are other stages.
+    """
     decompositions = inductor_code.inductor_decompositions() if plan.backend == "inductor" else {}
     specs = with_gradients_in(gradient_homes(plan, options, device), specs)
     program = build_update(members, specs, sizes, device, options, decompositions, name)

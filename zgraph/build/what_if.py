@@ -1,4 +1,4 @@
-"""A model's step by another plan, simulated: what it would take, without compiling it, and which plans would fit."""
+"""Simulates a model's step by another plan, without compiling it, and finds the plans that fit into a budget."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from zgraph.program.program import STAGE_DIM, Program
 from zgraph.record import Record
 from zgraph.units import shown_bytes
 
-CHANGES = 3  # that are told
+CHANGES = 3  # the most changes that are listed
 
 
 @dataclass(frozen=True)
 class Taken:
-    """What a step takes: seconds, and bytes of the device at its peak."""
+    """The time and memory of a step."""
 
-    seconds: float
-    peak: int
+    seconds: float  # the time of a step
+    peak: int  # bytes of the device at its peak
 
 
 def step_by(plan: Plan, module: nn.Module, captured: Program, costs: Costs, device: torch.device) -> Taken:
-    """What a training step of `captured` (which is not changed) would take by this plan, on the mesh that it was captured for.
+    """Simulate a training step of `captured` (which is not changed) by this plan, on the mesh that it was captured for.
 
     Raises `PlanError` where it does not fit into the plan's memory budget.
     """
@@ -55,18 +55,21 @@ def step_by(plan: Plan, module: nn.Module, captured: Program, costs: Costs, devi
 
 
 def what_fits(plan: Plan, module: nn.Module, captured: Program, costs: Costs, device: torch.device, budget: int) -> str:
-    """The changes of the plan by which a step would take no more than `budget` bytes, the fastest first; or that there are none."""
+    """Return a text of the plan's changes by which a step takes at most `budget` bytes, the fastest first, or that
+    there are none."""
 
     def tried(other: Plan) -> Taken | None:
-        """(None where it does not fit, or can't be.)"""
+        """Return the step by another plan; None where it does not fit, or is not possible."""
         try:
             return step_by(other, module, captured, costs, device)
         except ZgraphError:
             return None
 
     now = tried(plan)
-    found: list[tuple[float, int, str]] = []  # (with equal times, the smaller change first)
-    whole = plan.mesh.get(STAGE_DIM, 1) == 1  # (of a stage a budget is for more than its program)
+    found: list[
+        tuple[float, int, str]
+    ] = []  # (seconds relative to now, position, line: with equal times the smaller change is first)
+    whole = plan.mesh.get(STAGE_DIM, 1) == 1  # (a stage's budget is for more than its program)
     for changes in _candidates(plan, captured.mesh, device):
         within = {"memory_budget": budget} if whole and (plan.recompute == "auto" or "recompute" in changes) else {}
         for more in ({}, within) if changes else (within,):
@@ -88,7 +91,8 @@ def what_fits(plan: Plan, module: nn.Module, captured: Program, costs: Costs, de
 
 
 def _candidates(plan: Plan, sizes: dict[str, int], device: torch.device) -> list[dict[str, Any]]:
-    """Changes of the plan's fields that take less memory, by themselves or within a budget; none is the budget alone."""
+    """Return changes of the plan's fields that need less memory, by themselves or within a budget; an empty one is the
+    budget alone."""
     place = "cpu" if device.type == "cuda" else f"nvme:{plan.offload.folder() or 'FOLDER'}"
     found: list[dict[str, Any]] = [{} if plan.recompute == "auto" else {"recompute": "auto"}]
     for kinds in (("activations",), ("optimizer",), ("activations", "optimizer")):
@@ -101,6 +105,6 @@ def _candidates(plan: Plan, sizes: dict[str, int], device: torch.device) -> list
 
 
 def _written(changes: dict[str, Any]) -> str:
-    """Changes as a plan is written."""
+    """Return changes as a plan is written."""
     shown = {k: v.model_dump(exclude_defaults=True) if isinstance(v, Record) else v for k, v in changes.items()}
     return ", ".join(f"{k}={json.dumps(v)}" for k, v in shown.items())
