@@ -1,1 +1,1 @@
-"""What happens between two backward passes: optimizers' rules, and the program that applies them to the shards."""
+"""The optimizer step: optimizers' rules, and the program that applies them to the shards."""

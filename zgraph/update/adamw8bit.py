@@ -1,10 +1,10 @@
-"""States of 8 bits for any rule: Dettmers et al., 2022, "8-bit Optimizers via Block-wise Quantization".
+"""8-bit optimizer states for any rule: Dettmers et al., 2022, "8-bit Optimizers via Block-wise Quantization".
 
-A block's elements are divided by its largest magnitude and rounded to the nearest of 256 values which lie densest near
-zero (the paper's dynamic tree quantization, with the values of bitsandbytes). Blocks lie within rows of dimension 0, so
-sharding never cuts one, and the numbers do not depend on the world size. Where ranks divide the rows (tensor parallelism) blocks are those
-of the whole rows: a rank has some of them, or where its part begins or ends within one, all ranks have the scales of all. The rule itself
-sees float32.
+A block's elements are divided by its largest magnitude and rounded to the nearest of 256 values, which are densest
+near zero (the paper's dynamic tree quantization, with the values of bitsandbytes). Blocks are within rows of dimension
+0, so sharding never cuts one, and the numbers do not depend on the world size. Where ranks divide the rows (tensor
+parallelism) blocks are those of the whole rows: a rank has some of them, or, where its part begins or ends within a
+block, all ranks have the scales of all blocks. The rule itself sees float32.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ DECADES = 7
 
 
 def blockwise(rule: Rule) -> Rule:
-    """The rule, keeping 8-bit codes between updates.
+    """Return a rule that does what `rule` does and keeps its states as 8-bit codes between updates.
 
     A state "x" becomes the codes "x" (uint8, of the parameter's shape) and "x_scale" (float32, [rows, blocks]: the
-    largest magnitude of each block). Parameters of fewer than two dimensions, and those with fewer than
-    `min_row_size` elements in a row, keep float32 states, as the paper does for small tensors: whether a parameter
-    is small must not depend on how many of its rows this rank has. The record has `block_size` and `min_row_size`.
+    largest magnitude of each block). Parameters of fewer than two dimensions, and those with fewer than `min_row_size`
+    elements in a row, keep float32 states, as the paper does for small tensors: whether a parameter is small must not
+    depend on how many of its rows this rank has. The record has `block_size` and `min_row_size`.
     """
 
     def states(record: Any, shape: tuple[int, ...], dtype: torch.dtype, whole: tuple[int, ...]) -> dict[str, State]:
@@ -85,7 +85,8 @@ def blockwise(rule: Rule) -> Rule:
 
 @cache
 def dynamic_map(signed: bool) -> tuple[float, ...]:
-    """The 256 values, ascending, in (-1, 1] or [0, 1]: each decade from 1e-7 up has twice as many as the one below."""
+    """Return the 256 values, ascending, in (-1, 1] or [0, 1]: each decade from 1e-7 up has twice as many as the one
+    below."""
     values = [0.0, 1.0]
     for i in range(DECADES):
         count = 2 ** (i if signed else i + 1)
@@ -99,14 +100,14 @@ def dynamic_map(signed: bool) -> tuple[float, ...]:
 
 
 def quantize(x: Tensor, signed: bool, block: int) -> tuple[Tensor, Tensor]:
-    """(codes: uint8 of x's shape, scales: float32 [rows, blocks]) of x [rows, …]."""
+    """Quantize x [rows, …]; return (codes: uint8 of x's shape, scales: float32 [rows, blocks])."""
     blocks = _blocks(x, block)
     scales = blocks.abs().amax(-1)
     return _unblocked(_codes(blocks, scales.unsqueeze(-1), signed), x), scales
 
 
 def _codes(x: Tensor, scales: Tensor, signed: bool) -> Tensor:
-    """The codes of numbers, each with its block's scale."""
+    """Return the codes of numbers; `scales` has the scale of each number's block."""
     values = _values(signed, x.device)
     middles = (values[1:] + values[:-1]) / 2
     # A block of zeros has no magnitude to divide by, and must become zeros.
@@ -115,7 +116,7 @@ def _codes(x: Tensor, scales: Tensor, signed: bool) -> Tensor:
 
 
 def dequantize(codes: Tensor, scales: Tensor, signed: bool, block: int) -> Tensor:
-    """The float32 tensor of the codes' shape that `quantize` rounded to them."""
+    """Return the float32 values of codes, in their shape."""
     values = _values(signed, codes.device)[_blocks(codes, block).to(torch.int64)]
     return _unblocked(values * scales.unsqueeze(-1), codes)
 
@@ -129,7 +130,7 @@ def _scale(name: str) -> str:
 
 
 def _cuts_blocks(shape: tuple[int, ...], whole: tuple[int, ...], block: int) -> bool:
-    """Does the part of this shape, of a whole parameter, have parts of blocks? (Its rows may be fewer: that cuts none.)"""
+    """Return whether a rank's part of this shape has parts of blocks. Fewer rows alone cut none."""
     if shape[1:] == whole[1:]:
         return False
     return shape[2:] != whole[2:] or math.prod(shape[1:]) % block != 0
@@ -140,7 +141,7 @@ def _blocks_in(width: int, block: int) -> int:
 
 
 def _blocks(x: Tensor, block: int) -> Tensor:
-    """[rows, …] as [rows, blocks, block], the last block of each row padded with zeros."""
+    """Reshape [rows, …] to [rows, blocks, block], the last block of each row padded with zeros."""
     flat = x.flatten(1)
     width = flat.shape[1]
     missing = -width % block

@@ -1,7 +1,7 @@
 """Puts traced functions into a program: an update's formulas are plain functions of tensors, and become nodes here.
 
-A function of one parameter's tensors is traced once in a process for each kind of parameter, and put in once for each parameter; what
-only depends on single numbers (a step size) is put in once for all.
+A function of one parameter's tensors is traced once per process for each kind of parameter, and put in once for each
+parameter; arithmetic that depends on single numbers alone (a step size) is put in once for all.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from zgraph.torch_compat import aot, fx_graphs
 
 aten = torch.ops.aten
 
-# What was traced in this process, by all that it depends on; of these the ones are kept that were asked for last.
+# The functions that were traced in this process, by all that the trace depends on; the least recently used are dropped.
 _TEMPLATES: OrderedDict[Any, fx.GraphModule] = OrderedDict()
 _MOST = 1000
 
 
 @functools.cache
 def _fake_mode() -> FakeTensorMode:
-    """The mode of all updates' programs: so what was traced for one of them can be put into another."""
+    """Return the fake mode of all update programs: one mode, so that what was traced for one can be put into another."""
     return FakeTensorMode()
 
 
 class Assembler:
-    """A program in the making. `decompositions` are those of the backend that will compile it."""
+    """A program that is being built. `decompositions` are those of the backend that will compile it."""
 
     def __init__(
         self,
@@ -74,8 +74,10 @@ class Assembler:
         spec: ParamSpec | None = None,
         home: str | None = None,
     ) -> fx.Node:
-        """A new input; with the strides of `spec`'s rows where it has their shape. One without `spec` is for numbers. `home` is the
-        tier that it will lie in."""
+        """Add an input; it has the strides of `spec`'s rows where it has their shape.
+
+        An input without `spec` is for numbers. `home` is the tier that will store it.
+        """
         with self.program.fake_mode:
             if spec is not None and tuple(shape) == spec.shard_shape:
                 fake = torch.empty_strided(shape, spec.shard_stride, dtype=dtype, device=self.device)
@@ -101,7 +103,7 @@ class Assembler:
     def numbers(
         self, function: Callable[..., tuple[Tensor, ...]], inputs: list[fx.Node], key: tuple[Any, ...] | None = None
     ) -> list[fx.Node]:
-        """Arithmetic on single numbers. `key`: see `of`."""
+        """Insert arithmetic on single numbers. For `key` see `of`."""
         return self._inline(self._template(function, inputs, key), inputs, None)
 
     def total(self, function: Callable[..., tuple[Tensor, ...]], inputs: list[fx.Node]) -> list[fx.Node]:
@@ -110,12 +112,15 @@ class Assembler:
         return made
 
     def together(self, function: Callable[..., tuple[Tensor, ...]], inputs: list[fx.Node]) -> list[fx.Node]:
-        """A function of tensors of several parameters."""
+        """Insert a function of tensors of several parameters."""
         return self._inline(self._trace(function, inputs), inputs, None)
 
     def summed(self, name: str, x: fx.Node, group: str) -> fx.Node:
-        """A parameter's tensor, summed over the ranks of a group. These may run other programs, so it is no part of what is done for the
-        parameter, at a time of its own, but of what is done for all, which runs in the program's order."""
+        """Insert an all-reduce (sum) of a parameter's tensor over the ranks of a group.
+
+        Its nodes name no parameter: ranks of the group may run other programs, so the sum must keep the program's
+        order and not run with the parameter's own nodes, at a time of their own.
+        """
         program, label = self.program, "".join(c if c.isalnum() else "_" for c in name)
         stride = tensor(x).stride()
         order = sorted(range(len(stride)), key=lambda d: (-stride[d], d))
@@ -127,7 +132,7 @@ class Assembler:
             made.append(program.call(target, (made[-1], *args), record, name=f"{what}_{label}"))
 
         with program.graph.inserting_before(program.output_node()):
-            if order != sorted(order):  # (a transport takes rows as they lie)
+            if order != sorted(order):  # (a collective needs contiguous rows)
                 call(aten.permute.default, (order,), here, "packed")
             call(collectives.ALL_REDUCE, ("sum", group), there, "tied")
             call(collectives.WAIT, (), there.replace(role=Role.WAIT, stream="compute"), "sum")
@@ -139,8 +144,10 @@ class Assembler:
     def of(
         self, name: str, function: Callable[..., tuple[Tensor, ...]], inputs: list[fx.Node], key: tuple[Any, ...]
     ) -> list[fx.Node]:
-        """A function of one parameter's tensors (and of numbers). `key` says all that it does, but for the forms of its inputs: functions with
-        equal ones are traced once."""
+        """Insert a function of one parameter's tensors (and of numbers).
+
+        `key` says all that the function does, except for its inputs' types: functions with equal keys are traced once.
+        """
         return self._inline(self._template(function, inputs, key), inputs, name)
 
     def _template(
@@ -165,7 +172,7 @@ class Assembler:
         return aot.trace_function(function, fakes, self.program.fake_mode, self.decompositions)
 
     def _inline(self, template: fx.GraphModule, inputs: list[fx.Node], param: str | None) -> list[fx.Node]:
-        """Put a traced function's nodes at the end of the program; arithmetic on numbers only once."""
+        """Insert a traced function's nodes at the end of the program; arithmetic on numbers is inserted only once."""
         graph = self.program.graph
         memo: dict[fx.Node, fx.Node] = {}
         given = iter(inputs)
@@ -216,7 +223,7 @@ class Assembler:
         return made
 
     def finish(self, results: list[tuple[Port, fx.Node]]) -> Program:
-        """The program with these outputs, without what nothing needs."""
+        """Return the program with these outputs, without nodes and inputs that nothing needs."""
         program = self.program
         program.set_outputs(results)
         for node in reversed(program.nodes):
@@ -236,5 +243,5 @@ def _bytes(constant: Tensor) -> tuple[Any, ...]:
 
 
 def all_reduce(x: Tensor, op: str, dim: str) -> Tensor:
-    """`x` summed (or its largest, "max") over a dimension of the mesh, as the tracer sees it."""
+    """Return `x` summed (or its largest, for "max") over a mesh dimension, as a collective that the tracer records."""
     return collectives.WAIT(collectives.ALL_REDUCE(x, op, dim))  # type: ignore[no-any-return]

@@ -3,14 +3,14 @@
     gradients -> scale -> norm (all_reduce) -> clip -> rule of each parameter -> skip if not finite -> new weights, states
                                                                              -> moving average
 
-In a pipeline each rank updates the parameters of its own stages, by a program of its own. What all decide together, the norm and whether
-the step is skipped, is reduced over the mesh dimension "pp" as well; and gradients of a parameter that lies on several stages are
-summed over them before anything else. Programs of different stages meet in these collectives alone, in this order: the sums by their
-parameters' names, the norm, the skip.
+In a pipeline each rank updates the parameters of its own stages, by a program of its own. The norm, and whether the
+step is skipped, are reduced over the mesh dimension "pp" as well; and gradients of a parameter that several stages
+hold are summed over these stages before anything else. Programs of different stages share these collectives alone, in
+this order: the sums by their parameters' names, the norm, the skip.
 
-Rules are plain functions (see `zgraph.update.optimizer_rule`), traced once for each kind of parameter and put in once for each
-parameter. Arithmetic on single numbers (step sizes, bias corrections) is shared by all parameters and done in float64.
-Programs are pure here: new values are outputs, which the pass `write_in_place` makes writes.
+Rules are plain functions (see `zgraph.update.optimizer_rule`), traced once for each kind of parameter and put in once
+for each parameter. Arithmetic on single numbers (step sizes, bias corrections) is shared by all parameters and done in
+float64. Programs are pure here: new values are outputs, which the pass `write_in_place` turns into writes.
 """
 
 from __future__ import annotations
@@ -38,48 +38,40 @@ from zgraph.update.skip_nonfinite import found_nonfinite
 MASTER = "master"
 EMA = "ema"
 DATA_DIM = DATA_DIMS[0]  # over which momenta are shared
-AHEAD = "ahead"  # a parameter as updates see it that run late: the model gets it one step later
-DERIVED = (MASTER, EMA, AHEAD)  # states that can be made of the weight
-NONFINITE = "nonfinite"  # how many steps were not finite, beyond what a loss scale brings about
+AHEAD = "ahead"  # the newest value of a parameter whose updates run late: the model gets it one step later
+DERIVED = (MASTER, EMA, AHEAD)  # states that can be initialized from the weight
+NONFINITE = "nonfinite"  # the number of steps that were not finite, except for overflows that a loss scale causes
 
 
 @dataclass(frozen=True)
 class UpdateOptions:
-    """What of a plan the update program depends on, besides the optimizer.
+    """What the update program depends on in a plan, besides the optimizer."""
 
-    `clip_norm` and `norm_type` are those of `torch.nn.utils.clip_grad_norm_`, `clip_value` that of
-    `clip_grad_value_`; None: not done. `factor`: gradients are multiplied by an input of the program first. `ema` is
-    the share of the old average, None for no average. `loss_scale` is given where an overflow skips the update;
-    `finite_norm` skips it where the norm is not finite, `nonfinite` where a gradient or the loss (an input of the program) is not, and
-    counts such steps. `tied` has the group of ranks ("pp[0,3]") over which gradients of parameters that lie on several stages are summed,
-    by the parameter's name; `uncounted` are those of them that another stage counts in the norm. `homes` are the tiers that
-    parameters' states lie in, by the parameter's name; those of the others are on the device. Where updates are `delayed`, those of
-    parameters with such homes are made on a copy of the parameter, in the same place. `frozen`: gradients come in unreduced, and ranks share
-    momenta in signs (`zgraph.update.compressed_momenta`).
-    """
-
-    clip_norm: float | None = None
-    norm_type: float = 2.0
-    clip_value: float | None = None
-    factor: bool = False
-    ema: float | None = None
-    loss_scale: LossScale | None = None
-    finite_norm: bool = False
-    nonfinite: bool = False
-    state_dtype: torch.dtype = torch.float32
+    clip_norm: float | None = None  # `max_norm` of `torch.nn.utils.clip_grad_norm_`, None for no clipping
+    norm_type: float = 2.0  # its `norm_type`
+    clip_value: float | None = None  # that of `torch.nn.utils.clip_grad_value_`, None for no clipping
+    factor: bool = False  # gradients are multiplied by an input of the program first
+    ema: float | None = None  # the share of the old moving average, None for no average
+    loss_scale: LossScale | None = None  # given where an overflow skips the update
+    finite_norm: bool = False  # skip the update where the norm is not finite
+    nonfinite: bool = False  # skip it where a gradient or the loss (an input) is not finite, and count such steps
+    state_dtype: torch.dtype = torch.float32  # of states with the parameter's shape
+    # the group of ranks ("pp[0,3]") that sums a parameter's gradients, for those that several stages hold
     tied: Mapping[str, str] = field(default_factory=dict)
-    uncounted: frozenset[str] = frozenset()
+    uncounted: frozenset[str] = frozenset()  # parameters of these that another stage counts in the norm
+    # tiers of offloaded states, by parameter; those of other parameters are on the device
     homes: Mapping[str, str] = field(default_factory=dict)
-    delayed: bool = False
+    delayed: bool = False  # offloaded updates run late, on a copy of the parameter in the same tier
+    # gradients are not reduced, and ranks share momenta in signs (`zgraph.update.compressed_momenta`)
     frozen: bool = False
 
     def late(self) -> frozenset[str]:
-        """The parameters whose updates run late."""
+        """Return the parameters whose updates run late."""
         return frozenset(self.homes) if self.delayed else frozenset()
 
 
 def states_of(member: Member, spec: ParamSpec, options: UpdateOptions) -> dict[str, State]:
-    """What is kept for one parameter on this rank, padding rows included, the fp32 master weight first."""
+    """Return the states of one parameter on this rank, padding rows included, the fp32 master weight first."""
     held: dict[str, State] = {}
     wide = torch.float64 if spec.dtype is torch.float64 else torch.float32
     if spec.dtype in (torch.float16, torch.bfloat16):
@@ -96,7 +88,7 @@ def states_of(member: Member, spec: ParamSpec, options: UpdateOptions) -> dict[s
 
 
 def state_bytes_of(member: Member, spec: ParamSpec, options: UpdateOptions) -> int:
-    """The bytes of what is kept for one parameter on this rank."""
+    """Return the bytes of one parameter's states on this rank."""
     return sum(math.prod(s.shape) * s.dtype.itemsize for s in states_of(member, spec, options).values())
 
 
@@ -109,19 +101,23 @@ def build_update(
     decompositions: dict[Any, Any],
     name: str = "update",
 ) -> Program:
-    """The program that updates `members`, in their order. `mesh` has "pp" where there are other stages.
+    """Return the program that updates `members`, in their order. `mesh` has "pp" where there are other stages.
 
-    Inputs, by role: PARAMETER (but of late ones) and GRADIENT of each member (this rank's padded rows), its STATEs, the STATEs that count
-    updates ("/step", …), steps that were not finite ("/nonfinite"), and those of the loss scale, SCALARS (`scalar_names`), INDEX. Outputs:
-    MUTATION of the parameters and states, and OUTPUT "grad_norm" where gradients are clipped by their norm. Members without a rule (`record`
-    None) only have their gradients clipped: MUTATION of GRADIENT. Raises `MeshError` for a `tied` group that the mesh has not.
+    Inputs, by role: PARAMETER (except for late ones) and GRADIENT of each member (this rank's padded rows), its
+    STATEs, the STATEs that count updates ("/step", …), steps that were not finite ("/nonfinite"), and those of the
+    loss scale, SCALARS (`scalar_names`), RANK_INDEX. Outputs: MUTATION of the parameters and states, and OUTPUT
+    "grad_norm" where gradients are clipped by their norm. Members without a rule (`record` None) only have their
+    gradients clipped: MUTATION of GRADIENT. Raises `MeshError` for a `tied` group that the mesh has not.
     """
     return _Builder(specs, mesh, options, Assembler(name, specs, mesh, device, decompositions)).build(members)
 
 
 def scalar_names(members: Sequence[Member], options: UpdateOptions) -> list[tuple[int, str]]:
-    """(group, field) of each number in SCALARS; (-1, "factor") is what gradients are multiplied by, (-1, "loss") this rank's loss, or any
-    number that is finite if it is."""
+    """Return (group, field) of each number in SCALARS.
+
+    (-1, "factor") is the number that gradients are multiplied by, (-1, "loss") this rank's loss, or any number that is
+    finite if the loss is.
+    """
     found: dict[tuple[int, str], None] = {}
     for member in members:
         if member.record is not None:
@@ -134,7 +130,7 @@ def scalar_names(members: Sequence[Member], options: UpdateOptions) -> list[tupl
 
 
 class _Sharded:
-    """The `Part` of a parameter whose rows lie on several ranks: collectives, as the tracer sees them."""
+    """The `Part` of a parameter whose rows are sharded over ranks: collectives, as the tracer records them."""
 
     def __init__(self, spec: ParamSpec, ranks: int, index: Tensor) -> None:
         self.shape = spec.shape
@@ -163,7 +159,8 @@ class _Sharded:
 
 
 class _Divided:
-    """The `Part` of a parameter that the ranks of a mesh dimension divide: `within` is that of what each of them computes with."""
+    """The `Part` of a parameter that ranks divide (tensor parallelism); `within` is the `Part` of what each of them
+    computes with."""
 
     def __init__(self, spec: ParamSpec, within: Part, index: Tensor) -> None:
         assert spec.division is not None
@@ -202,7 +199,7 @@ class _Divided:
 
 
 def _parted_over(spec: ParamSpec) -> tuple[str, ...]:
-    """The mesh dimensions whose ranks hold different parts of a parameter."""
+    """Return the mesh dimensions whose ranks hold different parts of a parameter."""
     return (*([spec.division.mesh_dim] if spec.division else []), *([spec.shard_dim] if spec.shard_dim else []))
 
 
@@ -214,10 +211,10 @@ class _Inputs:
     scalars: dict[tuple[int, str], fx.Node]  # see `scalar_names`
     scaling: dict[str, fx.Node]  # the states of the loss scale
     nonfinite: fx.Node | None  # steps that were not finite
-    indices: dict[str, fx.Node]  # this rank's, by mesh dimension
-    params: dict[str, fx.Node]
-    grads: dict[str, fx.Node]
-    states: dict[str, dict[str, fx.Node]]
+    indices: dict[str, fx.Node]  # this rank's positions, by mesh dimension
+    params: dict[str, fx.Node]  # the parameters, by name; without those updated late
+    grads: dict[str, fx.Node]  # the gradients, by the parameter's name
+    states: dict[str, dict[str, fx.Node]]  # each parameter's states, by the parameter's name and the state's key
 
 
 class _Builder:
@@ -238,7 +235,7 @@ class _Builder:
         inputs = self._inputs(members, updated)
         results: list[tuple[Port, fx.Node]] = []
         grads = self._tied(inputs.grads)
-        # Scaled for the norm and again for the update: kept between the two it would be as large as all gradients.
+        # Gradients are scaled for the norm and again for the update: kept between the two, the scaled ones would double their memory.
         counted = {n: g for n, g in grads.items() if n not in self.options.uncounted}
         norm = self._norm(self._scaled(counted, inputs.scalars)) if self.options.clip_norm is not None else None
         clipped = self._clip(self._scaled(grads, inputs.scalars), norm)
@@ -269,7 +266,7 @@ class _Builder:
         overflow: fx.Node | None,
         results: list[tuple[Port, fx.Node]],
     ) -> dict[str, fx.Node]:
-        """The means of the ranks' momenta, by the parameter's name."""
+        """Return the means of the ranks' momenta, by the parameter's name."""
         momenta = Momenta(self.assembler, self.specs, DATA_DIM, self.mesh.get(DATA_DIM, 1))
         own: dict[str, fx.Node] = {}
         for member in updated:
@@ -281,7 +278,7 @@ class _Builder:
         return momenta.means(own, overflow, results)
 
     def _inputs(self, members: Sequence[Member], updated: Sequence[Member]) -> _Inputs:
-        """Make the program's inputs, in their order."""
+        """Add the program's inputs, in their order."""
         names = scalar_names(members, self.options)
         counts = {
             name: self.assembler.input(Port(InputRole.STATE, name), (), torch.float64)
@@ -334,10 +331,10 @@ class _Builder:
         norm: fx.Node | None,
         results: list[tuple[Port, fx.Node]],
     ) -> fx.Node | None:
-        """A bool: is the update skipped? None where none ever is."""
+        """Return a 0-dim bool node that says whether the update is skipped, or None where no update ever is."""
         if inputs.nonfinite is not None:
             overflow, lost = found_nonfinite(self.assembler, self.mesh, grads, inputs.scalars[-1, "loss"])
-            # (gradients beyond half precision's range are the scale's business)
+            # (with a loss scale, overflowing gradients are counted by the scale)
             bad = lost if inputs.scaling else overflow
             (after,) = self.assembler.numbers(lambda n, bad: (n + bad,), [inputs.nonfinite, bad])
             results.append((Port(OutputRole.MUTATION, f"/{NONFINITE}", of=InputRole.STATE), after))
@@ -353,7 +350,7 @@ class _Builder:
     def _advance_scale(
         self, scaling: dict[str, fx.Node], overflow: fx.Node | None, results: list[tuple[Port, fx.Node]]
     ) -> None:
-        """The loss scale of the next step."""
+        """Add the loss scale's states after this step to `results`."""
         loss_scale = self.options.loss_scale
         if overflow is None or loss_scale is None:
             return
@@ -370,7 +367,10 @@ class _Builder:
     def _advance_counts(
         self, counts: dict[str, fx.Node], overflow: fx.Node | None, results: list[tuple[Port, fx.Node]]
     ) -> dict[str, fx.Node]:
-        """The number of this update, by the name of the count that it is of; a skipped update is not counted."""
+        """Return the number of this update, by the name of its count, and add the new counts to `results`.
+
+        A skipped update is not counted.
+        """
         steps: dict[str, fx.Node] = {}
         for name, count in counts.items():
             (after,) = self.assembler.numbers(lambda s: (s + 1,), [count], key=("next",))
@@ -444,7 +444,10 @@ class _Builder:
 
     # -- gradients ----------------------------------------------------------------------------------------------------
     def _tied(self, grads: dict[str, fx.Node]) -> dict[str, fx.Node]:
-        """The gradients, those of parameters that lie on several stages summed over them, in an order that all of these have."""
+        """Return the gradients, with those of parameters that several stages hold summed over these stages.
+
+        The sums are in the order of the parameters' names, which all stages have.
+        """
         tied = self.options.tied
         sums = {n: self.assembler.summed(n, grads[n], tied[n]) for n in sorted(tied.keys() & grads.keys())}
         return {n: sums.get(n, g) for n, g in grads.items()}
@@ -469,10 +472,11 @@ class _Builder:
         return grads
 
     def _norm(self, grads: dict[str, fx.Node]) -> fx.Node:
-        """The norm of all gradients together, over all ranks: 0-dim float32 (float64 of such gradients alone).
+        """Return the norm of all gradients together, over all ranks: 0-dim float32 (float64 if all gradients are).
 
-        The norm of each gradient's norm, as torch.nn.utils.get_total_norm has it: where nothing is sharded, bit for bit.
-        Between ranks, powers of norms are added; between stages, none of which knows the others' dtypes, in float64.
+        It is the norm of each gradient's norm, as in torch.nn.utils.get_total_norm: where nothing is sharded, bit for
+        bit. Between ranks, powers of norms are added; between stages, which do not know each other's dtypes, in
+        float64.
         """
         p = self.options.norm_type
         wide = bool(grads) and all(tensor(g).dtype is torch.float64 for g in grads.values())
@@ -496,7 +500,7 @@ class _Builder:
 
         def together(*values: Tensor) -> tuple[Tensor]:
             if math.isinf(p):
-                # A transport's largest of NaN and a number may be the number: it is infinite here.
+                # A collective's max of NaN and a number may be the number, so NaN becomes infinity here.
                 safe = [torch.where(v.isnan(), math.inf, v) for v in values]
                 found = [combined(v, "max", d) for d, v in zip(over, safe, strict=True)]
                 return (self._over_stages(torch.stack(found or [self._zero()]).max(), "max").to(dtype),)
@@ -510,7 +514,7 @@ class _Builder:
         return all_reduce(x.to(torch.float64), op, STAGE_DIM) if self.staged else x
 
     def _zero(self) -> Tensor:
-        """What a stage gives that has no gradients."""
+        """Return the norm of a stage that has no gradients."""
         return torch.zeros((), dtype=torch.float32, device=self.assembler.device)
 
 
@@ -536,9 +540,9 @@ def _member(
     part: Any,
     overflow: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """One parameter's update, with what stands around its rule: master weight, average, skipping."""
+    """Compute one parameter's update: its rule, with master weight, moving average and skipping around it."""
     weight = param
-    if MASTER in states:  # where it does not round to the parameter, the user has loaded or changed that
+    if MASTER in states:  # where it does not round to the parameter, the user has loaded or changed the parameter
         unchanged = states[MASTER].to(param.dtype) == param
         weight = torch.where(unchanged, states[MASTER], param.to(torch.float32))
     own = {k: v for k, v in states.items() if k not in (MASTER, EMA)}

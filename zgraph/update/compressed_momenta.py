@@ -1,8 +1,8 @@
-"""What an update that is frozen takes in the place of gradients: means of the ranks' momenta, as they were sent in signs.
+"""What a frozen update takes in place of gradients: means of the ranks' momenta, exchanged as signs.
 
-gradient, momentum, what was not sent -> rows of bytes       (each parameter)
+gradient, momentum, residual -> rows of bytes                (each parameter)
 all rows, one after the other -> all_to_all                  (all together)
-rows of this rank's part, what was not sent -> bytes         (each parameter)
+mean of this rank's part, residual -> bytes                  (each parameter)
 all bytes, one after the other -> all_gather                 (all together)
 rows of all parts -> the mean                                (each parameter)
 """
@@ -28,7 +28,7 @@ Results = list[tuple[Port, fx.Node]]
 
 
 class Momenta:
-    """Those of the parameters of one update, shared over the ranks of a mesh dimension."""
+    """The momenta of one update's parameters, averaged over the ranks of a mesh dimension."""
 
     def __init__(self, assembler: Assembler, specs: Mapping[str, ParamSpec], dim: str, ranks: int) -> None:
         self.assembler, self.specs = assembler, specs
@@ -42,7 +42,7 @@ class Momenta:
         states: Mapping[str, fx.Node],
         scalars: Mapping[str, fx.Node],
     ) -> fx.Node:
-        """This rank's momentum of a parameter."""
+        """Insert this rank's momentum of a parameter, from its own gradient."""
         spec, keys, fields = self.specs[member.name], list(states), list(scalars)
         wide = torch.float64 if spec.dtype is torch.float64 else torch.float32
 
@@ -55,7 +55,7 @@ class Momenta:
         return self.assembler.of(member.name, one, [grad, *states.values(), *scalars.values()], key=key)[0]
 
     def means(self, own: Mapping[str, fx.Node], overflow: fx.Node | None, results: Results) -> dict[str, fx.Node]:
-        """The mean momentum of each parameter. What was not sent is added to `results`."""
+        """Return the mean momentum of each parameter. The new residuals (what was not sent) are added to `results`."""
         if self.ranks == 1 or not own:
             return dict(own)
         rows = {n: self._sent(n, m, sign_compression.WORKER, self.ranks, overflow, results) for n, m in own.items()}
@@ -71,7 +71,8 @@ class Momenta:
     def _sent(
         self, name: str, x: fx.Node, kept: str, parts: int, overflow: fx.Node | None, results: Results
     ) -> fx.Node:
-        """The rows of bytes that stand for a tensor; what of it was not sent is `kept`."""
+        """Insert the compression of a tensor to rows of bytes; what is not sent becomes the new residual `kept`, in
+        `results`."""
         size = sign_compression.residual_sizes(math.prod(self.specs[name].shape), self.ranks)[kept]
         port = Port(InputRole.RESIDUAL, f"{name}/{kept}")
         error = self.assembler.input(port, (size,), torch.float32, self.specs[name])
@@ -85,7 +86,7 @@ class Momenta:
         return rows
 
     def _exchanged(self, rows: Mapping[str, fx.Node], exchange: Callable[[Tensor], Tensor]) -> dict[str, fx.Node]:
-        """What this rank gets of each parameter, a row from each rank."""
+        """Insert the exchange of all parameters' rows; return the received rows of each parameter, one from each rank."""
         sizes = [tensor(r).shape[1] for r in rows.values()]
 
         def together(*given: Tensor) -> tuple[Tensor, ...]:

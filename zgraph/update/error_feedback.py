@@ -1,8 +1,9 @@
-"""What compressed gradients leave for the next step: what was not sent of them, and how often numbers were drawn by chance.
+"""What compressed gradients leave for the next step: residuals (the compression errors), and the counter of stochastic
+rounding.
 
-A residual is of this rank alone, by the name of its RESIDUAL port: "layers.0.weight/dp" is what this rank has not yet sent of its
-gradients of a parameter over a mesh dimension, "layers.0.weight/dp/mean" what it has not yet sent of its part of their mean. It is made,
-of zeros, when a program first takes it.
+A residual belongs to this rank alone, under the name of its RESIDUAL port: "layers.0.weight/dp" is what this rank has
+not yet sent of its gradients of a parameter over a mesh dimension, "layers.0.weight/dp/mean" what it has not yet sent
+of its part of their mean. It is created, as zeros, when a program first takes it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class Residuals:
-    """Those of one rank; `draws` counts the backward passes that drew."""
+    """The residuals of one rank; `draws` counts the backward passes that drew random numbers."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -28,7 +29,7 @@ class Residuals:
         self.draws = 0
 
     def of(self, program: Program) -> Callable[[str], torch.Tensor]:
-        """Gives each residual that a program takes, by its port's name."""
+        """Return a function that gives each residual of a program, by its port's name."""
 
         def found(name: str) -> torch.Tensor:
             shape = tensor(program.input_nodes(InputRole.RESIDUAL)[name]).shape
@@ -44,24 +45,25 @@ class Residuals:
         return found
 
     def next_draw(self) -> torch.Tensor:
-        """The counter that a backward draws by, and the one after it another."""
+        """Advance the counter that stochastic rounding draws from, and return it: the next backward draws other
+        numbers."""
         self.draws += 1
         return torch.tensor(self.draws, device=self.device)
 
     def last_draw(self) -> torch.Tensor:
-        """The counter of the last backward, for who runs it again."""
+        """Return the counter of the last backward, for running it again."""
         return torch.tensor(self.draws, device=self.device)
 
     def adopt(self, old: Residuals, *, copies: bool) -> None:
-        """Go on with another's (or copies of them)."""
+        """Take over another's residuals (or copies of them) and its counter."""
         self.tensors = {n: t.clone() if copies else t for n, t in old.tensors.items()}
         self.draws = old.draws
 
     def state(self) -> dict[str, Any] | None:
-        """What a checkpoint holds of this rank's; None for nothing."""
+        """Return what a checkpoint saves of this rank's residuals, or None if there is nothing."""
         return {"residuals": dict(self.tensors), "draws": self.draws} if self.tensors or self.draws else None
 
     def restore(self, saved: Mapping[str, Any] | None) -> None:
-        """Go on from what a checkpoint holds; None: begin anew."""
+        """Restore what a checkpoint holds; with None, begin anew."""
         self.tensors = {} if saved is None else {n: t.to(self.device) for n, t in saved["residuals"].items()}
         self.draws = 0 if saved is None else saved["draws"]

@@ -1,4 +1,5 @@
-"""The numbers of an update: learning rates, betas, decay, of each of the optimizer's groups, which all ranks must have alike."""
+"""The numbers of an update (learning rates, betas, decay, of each of the optimizer's groups), which must be the same
+on all ranks."""
 
 from __future__ import annotations
 
@@ -15,26 +16,27 @@ UPDATE_HINT = (
 
 @dataclass(frozen=True)
 class Numbers:
-    """`values` by (group, "lr" or "betas.0"). `changed`: what the user has put into the optimizer's states since the last step, in words, by the
-    parameter's name; `problem`: what keeps this rank from an update."""
+    """The numbers of one rank's update, and what else ranks must agree on before it."""
 
-    values: Mapping[tuple[int, str], float] = field(default_factory=dict)
+    values: Mapping[tuple[int, str], float] = field(default_factory=dict)  # by (group, "lr" or "betas.0")
+    # by parameter: what the user has put into the optimizer's states since the last step, in words
     changed: Mapping[str, str] = field(default_factory=dict)
-    problem: str = ""
+    problem: str = ""  # what keeps this rank from an update, "" for nothing
 
     def ballot(self, *, states: bool = True) -> str:
-        """The same on ranks with the same numbers. Without `states`: with other parameters, too."""
+        """Return a text that is equal on ranks with the same numbers; without `states`, also where they hold other
+        parameters."""
         packed = struct.pack(f"{len(self.values)}d", *self.values.values())
         return f"numbers {hashlib.sha256(packed).hexdigest()[:16]} {self.told(states=states)}"
 
     def told(self, *, states: bool = True) -> str:
-        """What was changed, and the problem, in words."""
+        """Return what was changed, and the problem, in words."""
         changed = [f"{name}: {what}" for name, what in self.changed.items()] if states else []
         return "; ".join([*changed, self.problem] if self.problem else changed)
 
 
 def compare_updates(views: Sequence[tuple[str, Numbers]]) -> str | None:
-    """In what ranks differ that disagree about an update; None if it is not their numbers."""
+    """Return how ranks' numbers differ if they disagree about an update, or None if the numbers are not the cause."""
     first = views[0][1]
     for rank, (_, other) in enumerate(views):
         for key in first.values.keys() & other.values.keys():
@@ -50,8 +52,10 @@ def compare_updates(views: Sequence[tuple[str, Numbers]]) -> str | None:
 
 
 def compare_tied(changes: Sequence[Mapping[str, str]]) -> str | None:
-    """In what ranks differ that have changed the states of a parameter which they share; None if in nothing. `changes` are for each rank what
-    was changed of each parameter that it holds, "" for nothing."""
+    """Return how ranks differ that changed the states of a parameter which they share, or None if they do not.
+
+    `changes` are, for each rank, what was changed of each parameter that it holds, "" for nothing.
+    """
     first: dict[str, tuple[int, str]] = {}
     for rank, held in enumerate(changes):
         for name, what in held.items():

@@ -1,7 +1,7 @@
 """Muon: momentum, made orthogonal (Jordan et al., 2024), with torch.optim.Muon's arguments and operations.
 
-A rank has some rows of a matrix, and the Newton-Schulz iteration needs all of it: the momentum is gathered, every rank
-does the products, and takes its own rows of the result.
+A rank has some rows of a matrix, and the Newton-Schulz iteration needs all of them: the momentum is gathered, every
+rank computes the iteration, and takes its own rows of the result.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ def _update(
 
 
 def orthogonal(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """The nearest matrix with orthonormal rows (or columns), nearly: a quintic Newton-Schulz iteration in bfloat16."""
+    """Return an approximation of the nearest matrix with orthonormal rows (or columns).
+
+    It is a quintic Newton-Schulz iteration in bfloat16.
+    """
     a, b, c = coefficients
     x = matrix.bfloat16()
     tall = matrix.shape[0] > matrix.shape[1]

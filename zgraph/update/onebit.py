@@ -1,7 +1,8 @@
 """1-bit Adam (Tang et al., 2021) and 1-bit LAMB (Li et al., 2021), with the operations of DeepSpeed 0.19.6.
 
-While they warm up they are Adam and LAMB without bias corrections. After that the squares' average that updates divide by stays as it is, and
-ranks share their momenta, in signs (`zgraph.update.sign_compression`), not their gradients.
+While they warm up they are Adam and LAMB without bias corrections. After that the average of squared gradients stays
+as it is, and ranks average their momenta, sent as signs (`zgraph.update.sign_compression`), instead of their
+gradients.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def _states(record: Any, shape: tuple[int, ...], dtype: torch.dtype, whole: tupl
 
 
 def _direction(record: Any, p: Tensor, first: Tensor, root: Tensor, s: Mapping[str, Tensor]) -> Tensor:
-    """What the learning rate, and LAMB's ratio, are multiplied with; `root` is what momenta are divided by."""
+    """Return the update direction before the learning rate and LAMB's ratio; momenta are divided by `root`."""
     update = first / root
     return torch.addcmul(update, p, s["weight_decay"].to(p.dtype)) if record.weight_decay else update
 
@@ -53,7 +54,10 @@ def _warming_up(
 
 
 def _with_gradients(mean: Tensor, second: Tensor) -> Tensor:
-    """The mean momentum, zero where there has been no gradient: a sign has no zero, and the scale over eps alone would be a huge step."""
+    """Return the mean momentum, with zeros where there has been no gradient.
+
+    A sign has no zero, and the scale divided by eps alone would be a huge step.
+    """
     return torch.where(second > 0, mean, torch.zeros_like(mean))
 
 
@@ -74,7 +78,7 @@ def _lamb_states(record: Any, shape: tuple[int, ...], dtype: torch.dtype, whole:
 def _lamb_warming_up(
     record: Any, p: Tensor, g: Tensor, old: Mapping[str, Tensor], s: Mapping[str, Tensor], step: Tensor, part: Part
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """LAMB; the ratio's average, which leaves out ratios of 1, and a second copy of the squares' are kept for later."""
+    """Do LAMB's update; keep the average of ratios other than 1, and a second copy of the squares' average, for later."""
     first, second = _momentum(record, g, old, s), _squares(g, old["exp_avg_sq"], s)
     update = _direction(record, p, first, _root(second, s), s)
     ratio = trust_ratio(record, p, update, part)
@@ -87,10 +91,12 @@ def _lamb_warming_up(
 def _lamb_frozen(
     record: Any, p: Tensor, mean: Tensor, old: Mapping[str, Tensor], s: Mapping[str, Tensor], step: Tensor, part: Part
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The ratio is the frozen average times a factor: how far the squares' average would have come from the frozen one.
+    """Do LAMB's update with the frozen average of ratios times a factor, which estimates how far the squares' average
+    would have moved.
 
-    Its gradients are made of two momenta, as they were sent. The factor is the largest quotient of denominators, weighed by the share that the
-    momentum has in the update's norm beside weight decay, and changes by `factor_threshold` of itself in a step at most.
+    The gradient is computed from two momenta, as they were sent. The factor is the largest quotient of denominators,
+    weighted by the share of the momentum in the update's norm beside weight decay, and changes by at most
+    `factor_threshold` of itself in a step.
     """
     second = old["exp_avg_sq"]
     first = _with_gradients(mean, second)

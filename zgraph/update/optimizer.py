@@ -1,7 +1,7 @@
-"""A plan's optimizer as a `torch.optim.Optimizer`: what schedulers, checkpoints and loggers of torch's kind hold.
+"""A plan's optimizer as a `torch.optim.Optimizer`, for schedulers, checkpoints and loggers that expect one.
 
 Its groups hold the numbers that the next update uses; its state shows the update program's own tensors, as DTensors
-without padding. `step()` is the model's.
+without padding. `step()` runs the model's step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from zgraph.update.parameter_groups import Member
 
 
 class Updates(Protocol):
-    """What stands behind the optimizer."""
+    """What the optimizer needs of the model's updater."""
 
     def update(self) -> Any: ...
 
@@ -38,7 +38,7 @@ class Updates(Protocol):
 
 
 def copy_state(mine: torch.Tensor, value: torch.Tensor) -> None:
-    """Write a saved state, whole or cut in any way, into one that is cut like its parameter."""
+    """Copy a saved state, whole or sharded in any way, into one that is sharded like its parameter."""
     with torch.no_grad():
         if isinstance(mine, DTensor):
             if not isinstance(value, DTensor):
@@ -51,18 +51,17 @@ def copy_state(mine: torch.Tensor, value: torch.Tensor) -> None:
 class PlanOptimizer(torch.optim.Optimizer):
     """The optimizer of a compiled model: `model.zgraph.optimizer`.
 
-    `param_groups` has one group for each of the plan's that has parameters: "params", "names" and the fields of its
-    record ("lr", "betas", …). In a pipeline every rank has the groups of the whole model, with all their names (`members`), and the
-    parameters of them that are its `own`. A number that the program takes (rates, betas, decay, …) may be changed at any time; nothing is
-    compiled again. Other fields can't (`maximize`, say), nor can a weight decay or momentum that was zero in the plan become
-    another number, since the program has no such operation: `PlanError` by the next step. A plan's `lr_schedule` sets what it
-    schedules before each step.
-    `state_dict()` and `load_state_dict()` are torch's, so torch.distributed.checkpoint works; half precision's loss scale
-    is not in them.
+    `param_groups` has one group for each group of the plan that has parameters: "params", "names" and the fields of
+    its record ("lr", "betas", …). In a pipeline every rank has the groups of the whole model, with all their names
+    (`members`), and in "params" only its `own` parameters. A number that the program takes (rates, betas, decay, …)
+    may be changed at any time; nothing is compiled again. Other fields can't be changed (`maximize`, say), nor can a
+    weight decay or momentum that was zero in the plan become another number, since the program has no such operation:
+    `PlanError` at the next step. A plan's `lr_schedule` sets what it schedules before each step. `state_dict()` and
+    `load_state_dict()` are torch's, so torch.distributed.checkpoint works; half precision's loss scale is not in them.
 
-    What is put into `state`, or taken away, the next step takes over: it copies tensors, and lets what is gone begin anew, as torch does.
-    Hooks of `step()` run with every step, those of `train_step` too. Parameters stay in the groups of the plan: `StepError` where they
-    were moved.
+    The next step takes over what was written to `state` or removed from it: it copies tensors, and restarts states
+    that are gone, as torch does. Hooks of `step()` run with every step, those of `train_step` too. Parameters stay in
+    the groups of the plan: `StepError` where they were moved.
     """
 
     counts_updates = True  # (its weights need not have changed when `step` returns: updates may run late)
@@ -92,13 +91,13 @@ class PlanOptimizer(torch.optim.Optimizer):
         first = groups[0] if groups else {}
         super().__init__(groups, {k: v for k, v in first.items() if k not in ("params", "names")})
         self._shown = OptimizerState(updater.make_states if updater is not None else None)
-        self._held = [list(group["params"]) for group in self.param_groups]  # as nobody but the model may change them
+        self._held = [list(group["params"]) for group in self.param_groups]  # only the model may change these
         self._names = [[n for n in g["names"] if own is None or n in own] for g in self.param_groups]
         self._complete = True
 
     @property  # type: ignore[override]
     def state(self) -> OptimizerState:
-        """What the update keeps of each parameter; see the class."""
+        """The states of each parameter; see the class."""
         return self._shown if self._newer is None else self._newer.state
 
     @state.setter
@@ -121,14 +120,15 @@ class PlanOptimizer(torch.optim.Optimizer):
         return self._behind
 
     def follow(self, old: PlanOptimizer) -> None:
-        """Go on where another optimizer of the same parameters is: with its groups and hooks. Who holds that, a scheduler say, holds this."""
+        """Take over the groups and hooks of another optimizer of the same parameters; whoever holds that one (a
+        scheduler, say) then uses this one."""
         self.param_groups = old.param_groups
         for name in tensor_hooks.OPTIMIZER_HOOKS:
             setattr(self, name, getattr(old, name))
         old._newer = self
 
     def retire(self) -> None:
-        """Another optimizer has taken this one's place: refuse to be used."""
+        """Refuse all further use: another optimizer has taken this one's place."""
         self._behind = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -144,8 +144,11 @@ class PlanOptimizer(torch.optim.Optimizer):
         )
 
     def look_up(self, params: Mapping[str, nn.Parameter]) -> None:
-        """Hold the model's parameters as they are now (`load_state_dict(assign=True)` makes them other objects). Raises `StepError` where someone
-        else has changed which are in a group."""
+        """Replace parameters in the groups by the model's parameters of the same names, which
+        `load_state_dict(assign=True)` may have replaced.
+
+        Raises `StepError` where someone else has changed which parameters are in a group.
+        """
         for number, (group, held) in enumerate(zip(self._groups(), self._held, strict=True)):
             now = group.get("params", ())
             if len(now) != len(held) or not all(map(operator.is_, now, held)):
@@ -159,25 +162,28 @@ class PlanOptimizer(torch.optim.Optimizer):
                 group["params"], self._held[number] = fresh, list(fresh)
 
     def _groups(self) -> list[dict[str, Any]]:
-        """The groups, as many as the plan has; `StepError` for others."""
+        """Return the groups. Raises `StepError` if there are more or fewer than the plan has."""
         if len(self.param_groups) != len(self._held):
             raise _moved(f"there are {len(self.param_groups)} groups, and {len(self._held)} in the plan")
         return self.param_groups
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One update; the same as `model.step()`, which calls it."""
+        """Do one update, as `model.step()` does, which calls it."""
         if closure is not None:
             raise PlanError("the plan's optimizer takes no closure", hint="run forward and backward before step()")
         return self._updater().update()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Throw the gradients away, as torch's optimizers do."""
+        """Drop the gradients, as torch's optimizers do."""
         super().zero_grad(set_to_none)
         self._updater().zeroed()
 
     def state_dict(self) -> dict[str, Any]:
-        """Every state of every parameter that trains, as torch's optimizers have it; those not made yet are made. Tensors are the update's own,
-        but for counts of updates, which several parameters may share."""
+        """Return every state of every trained parameter, as torch's optimizers do; states that do not exist yet are
+        created.
+
+        Tensors are the update's own, except for counts of updates, which several parameters may share.
+        """
         self._updater().wait()
         self._updater().make_states()
         found = super().state_dict()
@@ -187,12 +193,11 @@ class PlanOptimizer(torch.optim.Optimizer):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over states, counts of updates and the groups' numbers; a schedule goes on from the count. A parameter of which nothing was
-        saved begins anew.
+        """Load states, counts of updates and the groups' numbers; a schedule goes on from the count.
 
-        Tensors may be DTensors of any placement or whole ones. Load the weights before: where updates run late, here or where it was
-        saved, they go on from each other. Raises `ModelError` for other groups, parameters, states
-        or shapes; then nothing was changed.
+        A parameter without saved states begins anew. Tensors may be DTensors of any placement or whole ones. Load the
+        weights first: where updates run late, here or in the run that saved, states and weights are derived from each
+        other. Raises `ModelError` for other groups, parameters, states or shapes; then nothing was changed.
         """
         self._updater().wait()
         self._updater().make_states()
@@ -222,7 +227,11 @@ class PlanOptimizer(torch.optim.Optimizer):
             after(self)
 
     def _checked(self, param: torch.Tensor, record: Any, saved: dict[str, Any]) -> dict[str, Any]:
-        """What was saved of a parameter, if it is what is kept of it here, or nothing because it has not begun. Raises `ModelError`."""
+        """Return the saved states of a parameter if they fit its states here, or if they are empty because it had not
+        begun.
+
+        Raises `ModelError` for others.
+        """
         rule, mine = RULES[record.name], self.state[param]
         refuse_foreign(saved)
         saved = {k: v for k, v in saved.items() if v is not None}
@@ -258,7 +267,7 @@ class PlanOptimizer(torch.optim.Optimizer):
                     yield param, record, state_dict["state"].get(key, {})
 
     def numbers(self, wanted: Sequence[tuple[int, str]]) -> list[float]:
-        """The values of (group, "lr" or "betas.0") as they are now."""
+        """Return the current values of (group, "lr" or "betas.0"). Raises `PlanError` where fixed fields were changed."""
         groups = dict(zip(self._records, self._groups(), strict=True))
         missing = [(n, k) for n, path in wanted if (k := path.partition(".")[0]) not in groups[n]]
         if missing:

@@ -1,7 +1,8 @@
-"""What an optimizer is to zgraph: which tensors it keeps for a parameter, and one update as a pure function.
+"""The definition of an optimizer: which tensors it keeps for a parameter, and one update as a pure function.
 
-A rule sees this rank's rows of one parameter. Where that is not enough (a norm, a product of whole matrices) it asks a
-`Part`, which stands for collectives in the program. Nothing is changed in place: the passes decide where results go.
+A rule sees this rank's rows of one parameter. Where these are not enough (a norm, a product of whole matrices) it
+calls a `Part`, which stands for collectives in the program. Nothing is changed in place: the passes decide where
+results go.
 """
 
 from __future__ import annotations
@@ -25,20 +26,22 @@ class Part(Protocol):
     """The shape of the whole parameter, without padding."""
 
     def total(self, x: Tensor) -> Tensor:
-        """0-dim: the sum of a 0-dim tensor over all ranks that hold rows of the parameter."""
+        """Return the sum (0-dim) of a 0-dim tensor over all ranks that hold rows of the parameter."""
 
     def whole(self, x: Tensor) -> Tensor:
-        """This rank's rows -> the whole tensor, without padding, on every rank."""
+        """Return the whole tensor, without padding, on every rank, from each rank's rows."""
 
     def own(self, x: Tensor) -> Tensor:
-        """A whole tensor -> this rank's rows, padded with zeros."""
+        """Return this rank's rows of a whole tensor, padded with zeros."""
 
     def within_rows(self, shape: tuple[int, ...]) -> Tensor | None:
-        """Where in a whole row, laid out flat, this rank's elements of one are, whose tensor has this shape (1-dim int64); None where it has
-        whole rows."""
+        """Return the positions, in a whole flattened row, of the elements of this rank's row (1-dim int64).
+
+        `shape` is that of the rank's tensor. Returns None where it has whole rows.
+        """
 
     def largest_in_rows(self, x: Tensor) -> Tensor:
-        """The largest of each element of a tensor over the ranks that divide the parameter's rows."""
+        """Return the elementwise maximum of a tensor over the ranks that divide the parameter's rows."""
 
 
 class Unsharded:
@@ -65,24 +68,24 @@ class Unsharded:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A tensor that an optimizer keeps for a parameter: its shape on this rank, dtype and first value. `of_rows`: do ranks that divide the
-    parameter's rows have the same, which is of the whole rows?"""
+    """A tensor that an optimizer keeps for a parameter."""
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype = torch.float32
-    fill: float = 0.0
-    of_rows: bool = False
+    shape: tuple[int, ...]  # its shape on this rank
+    dtype: torch.dtype = torch.float32  # its dtype
+    fill: float = 0.0  # its first value
+    of_rows: bool = False  # it belongs to whole rows: ranks that divide the parameter's rows have the same values
 
 
 @dataclass(frozen=True)
 class AfterFreeze:
-    """How an optimizer goes on from its `freeze_steps` on, with gradients that are not reduced.
+    """How an optimizer continues after its `freeze_steps`, with gradients that are not reduced.
 
-    `momentum(record, grad, states, scalars)` is this rank's, of its own gradient. Its mean over ranks, as it was sent, is what `update`
-    takes in the place of a gradient.
+    `momentum(record, grad, states, scalars)` is this rank's, from its own gradient. `update` takes the ranks' mean
+    momentum, as it was sent, in place of a gradient.
     """
 
-    momentum: Callable[[Any, Tensor, Mapping[str, Tensor], Mapping[str, Tensor]], Tensor]
+    momentum: Callable[[Any, Tensor, Mapping[str, Tensor], Mapping[str, Tensor]], Tensor]  # this rank's momentum
+    # the update, as `Rule.update`
     update: Callable[
         [Any, Tensor, Tensor, Mapping[str, Tensor], Mapping[str, Tensor], Tensor, Part],
         tuple[Tensor, dict[str, Tensor]],
@@ -93,26 +96,27 @@ class AfterFreeze:
 class Rule:
     """One optimizer.
 
-    `scalars` are the fields of its record that are inputs of the program, so that a change never recompiles: "lr",
-    "betas.0". `states(record, shape, dtype, whole)` says what it keeps for a parameter of shape `whole` of which this rank has `shape`.
-    `update(record, param, grad, states, scalars, step, part)` gives the new parameter and the new states: `scalars` by
-    the names above and `step` (the number of this update, from 1) are 0-dim float64 tensors. Whether a scalar is zero in
-    the record is known when the program is made, so an operation that is skipped for zero costs nothing.
+    `states(record, shape, dtype, whole)` returns the states of a parameter of shape `whole` of which this rank has
+    `shape`. `update(record, param, grad, states, scalars, step, part)` returns the new parameter and the new states:
+    `scalars` by name and `step` (the number of this update, from 1) are 0-dim float64 tensors. Whether a scalar is
+    zero in the record is known when the program is built, so an operation that is skipped for zero costs nothing.
 
-    A rule that `counts` needs the number of updates that its states have had. `begins` names the state that the first update makes of
-    the gradient alone: torch's optimizers keep no number then, and have had an update where they have that state.
+    torch's optimizers that keep no count of updates have had an update where they have the state `begins`.
     """
 
+    # fields of the record that are inputs of the program, "lr", "betas.0": a change never recompiles
     scalars: tuple[str, ...]
+    # the states of a parameter
     states: Callable[[Any, tuple[int, ...], torch.dtype, tuple[int, ...]], dict[str, State]]
+    # one update
     update: Callable[
         [Any, Tensor, Tensor, Mapping[str, Tensor], Mapping[str, Tensor], Tensor, Part],
         tuple[Tensor, dict[str, Tensor]],
     ]
-    counts: bool = True
-    begins: str | None = None
-    after_freeze: AfterFreeze | None = None
+    counts: bool = True  # it needs the number of updates that its states have had
+    begins: str | None = None  # the state that the first update sets from the gradient alone
+    after_freeze: AfterFreeze | None = None  # how it continues after `freeze_steps`
 
     def first_count(self, kept: Collection[str]) -> float:
-        """How many updates a parameter has had of which these states are kept, and no number."""
+        """Return how many updates a parameter with these states has had, where no count was kept: 1 or 0."""
         return 1.0 if self.begins in kept else 0.0

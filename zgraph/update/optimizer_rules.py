@@ -1,9 +1,10 @@
 """The optimizers' rules, as pure functions of one parameter's tensors.
 
 Each does torch's own operations in torch's own order (the single-tensor path of torch 2.13, foreach=False), so that in
-eager mode on float32 the numbers are torch's bit for bit: numbers are worked out in float64 and rounded once, as
-torch rounds a Python number, and a sum of a product is addcmul or addcdiv with its factor multiplied in first, whose CPU
-kernels round as those of `add(alpha=)`, `addcmul(value=)` and `addcdiv(value=)` do (measured: tests/update/test_update_programs.py).
+eager mode on float32 the results are torch's bit for bit: numbers are computed in float64 and rounded once, as torch
+rounds a Python number, and a sum of a product is addcmul or addcdiv with its factor multiplied in first, whose CPU
+kernels round as those of `add(alpha=)`, `addcmul(value=)` and `addcdiv(value=)` do (measured:
+tests/update/test_update_programs.py).
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ def _bias_corrections(s: Mapping[str, Tensor], step: Tensor) -> tuple[Tensor, Te
 
 
 def _followed(record: Any, p: Tensor, g: Tensor, s: Mapping[str, Tensor], *, decays: bool = True) -> Tensor:
-    """The gradient that an update follows: of what is made small, with the weight decay's own (the L2 penalty's)."""
+    """Return the gradient that an update follows: negated for `maximize`, with the gradient of the L2 penalty added."""
     g = -g if record.maximize else g
     return torch.addcmul(g, p, _as(s["weight_decay"], g)) if record.weight_decay and decays else g
 
 
 def _decayed(record: Any, p: Tensor, s: Mapping[str, Tensor]) -> Tensor:
-    """The weight after a decay that is decoupled from the gradient."""
+    """Return the weight after decoupled weight decay."""
     return p * _as(1 - s["lr"] * s["weight_decay"], p) if record.weight_decay else p
 
 
@@ -122,7 +123,7 @@ def _lamb_states(record: Any, shape: tuple[int, ...], dtype: torch.dtype, whole:
 def _lamb(
     record: Any, p: Tensor, g: Tensor, old: Mapping[str, Tensor], s: Mapping[str, Tensor], step: Tensor, part: Part
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """p - size * ratio * u, where ratio is `trust_ratio`."""
+    """Return p - size * ratio * u and the new moments, where ratio is `trust_ratio`."""
     first = torch.lerp(old["exp_avg"], g, _as(1 - s["betas.0"], g))
     second = torch.addcmul(old["exp_avg_sq"] * _as(s["betas.1"], g), _as(1 - s["betas.1"], g) * g, g)
     update = first / (second.sqrt() + _as(s["eps"], g))

@@ -1,7 +1,7 @@
-"""What a plan's optimizer shows as its `state`: dicts that notice when they are written to.
+"""A plan's optimizer's `state`: dicts that record when they are written to.
 
-The update program holds the tensors; these dicts show them. Where a user puts others in their place, or takes some away, the next step
-takes that over (see `States.read_back`), and looks for it only if something was written.
+The update program holds the tensors; these dicts show them. Where a user replaces or removes some, the next step takes
+the change over (see `States.read_back`), and looks for changes only if something was written.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _WRITERS = ("__setitem__", "__delitem__", "__ior__", "clear", "pop", "popitem", 
 
 
 class OfParam(dict[str, Any]):
-    """What is kept of one parameter, by its key."""
+    """The states of one parameter, by key."""
 
     def __init__(self, owner: OptimizerState, *args: Any) -> None:
         super().__init__(*args)
@@ -30,8 +30,11 @@ class OfParam(dict[str, Any]):
 
 
 class OptimizerState(defaultdict[torch.Tensor, Any]):
-    """An optimizer's state, by parameter. It is never empty to who asks: torch.distributed.checkpoint would else make it by a step. `changed`:
-    was something written by others than the update itself, in here or in what is kept of a parameter?"""
+    """An optimizer's state, by parameter.
+
+    Its truth value makes the states first, so that it is not empty: torch.distributed.checkpoint would else make them
+    by a step. `changed` says whether anyone but the update itself has written to it or to a parameter's states.
+    """
 
     def __init__(self, make_states: Callable[[], None] | None) -> None:
         super().__init__(lambda: OfParam(self))
@@ -39,13 +42,13 @@ class OptimizerState(defaultdict[torch.Tensor, Any]):
         self._make_states = make_states
 
     def show(self, param: torch.Tensor, values: dict[str, Any]) -> OfParam:
-        """Show these tensors, which are the update's own, as what is kept of a parameter."""
+        """Show these tensors, which are the update's own, as the states of a parameter."""
         made = OfParam(self, values)
         dict.__setitem__(self, param, made)
         return made
 
     def show_again(self, old: torch.Tensor, new: torch.Tensor) -> None:
-        """A parameter has become another object."""
+        """Move the states of a parameter to the object that has replaced it."""
         kept = dict.pop(self, old, None)
         if kept is not None:
             dict.__setitem__(self, new, kept)

@@ -1,4 +1,4 @@
-"""What a rank of a pipeline holds of a model, and what its update has in common with those of other stages."""
+"""Which of a model's parameters a rank of a pipeline holds, and which collectives its update shares with other stages."""
 
 from __future__ import annotations
 
@@ -16,20 +16,22 @@ from zgraph.program.program import STAGE_DIM, ParamSpec, Program
 
 @dataclass(frozen=True)
 class Held:
-    """`own` names the parameters that lie on this rank, of `stages` ranks along "pp". `tied` has the group ("pp[0,3]") of those that lie
-    on others as well, whose gradients are summed over it; `uncounted` are those of them that another rank counts in the norm. `ties`: has
-    any rank such a parameter?"""
+    """The parameters that one rank of a pipeline holds."""
 
-    own: frozenset[str]
-    stages: int
+    own: frozenset[str]  # names of the parameters on this rank
+    stages: int  # number of ranks along "pp"
+    # the group ("pp[0,3]") that sums the gradients of a parameter, for those that other ranks hold as well
     tied: Mapping[str, str] = field(default_factory=dict)
-    uncounted: frozenset[str] = frozenset()
-    ties: bool = False
+    uncounted: frozenset[str] = frozenset()  # parameters of these that another rank counts in the norm
+    ties: bool = False  # whether any rank has a parameter that others hold as well
 
 
 def held_at(position: int, holders: Mapping[str, Collection[int]], stages: int) -> Held:
-    """What the rank at this position of "pp" holds. `holders` has, by parameter, the positions of the ranks that hold it; the first of them
-    counts it. Raises `MeshError` for a parameter that lies on no rank, or on one that is none of `stages`."""
+    """Return what the rank at this position of "pp" holds.
+
+    `holders` has, by parameter, the positions of the ranks that hold it; the first of them counts it in the norm.
+    Raises `MeshError` for a parameter that no rank holds, or that a position beyond `stages` holds.
+    """
     for name, at in holders.items():
         if not at or min(at) < 0 or max(at) >= stages:
             raise MeshError(
@@ -42,22 +44,24 @@ def held_at(position: int, holders: Mapping[str, Collection[int]], stages: int) 
 
 
 def specs_here(specs: dict[str, ParamSpec], held: Held | None) -> dict[str, ParamSpec]:
-    """The layouts of this rank's parameters, of those of the whole model: all without a pipeline."""
+    """Return the layouts of this rank's parameters, from those of the whole model: all of them without a pipeline."""
     return specs if held is None else {name: spec for name, spec in specs.items() if name in held.own}
 
 
 def mesh_of(sizes: dict[str, int], held: Held | None) -> dict[str, int]:
-    """The mesh of this rank's update: stages outermost, then the mesh within a stage, which is all without a pipeline."""
+    """Return the mesh of this rank's update: stages outermost, then the mesh within a stage; without a pipeline the
+    latter alone."""
     return sizes if held is None else {STAGE_DIM: held.stages, **sizes}
 
 
 def within(sizes: Mapping[str, int]) -> dict[str, int]:
-    """The mesh within a stage, of that of all ranks: the whole without a pipeline."""
+    """Return the mesh within a stage, from that of all ranks: the whole mesh without a pipeline."""
     return {name: size for name, size in sizes.items() if name != STAGE_DIM}
 
 
 def meetings(program: Program) -> dict[str, list[str]]:
-    """The collectives that an update has in common with those of other stages: by group, in order, one readable line each."""
+    """Return the collectives that an update shares with those of other stages: by group, in order, as one readable
+    line each."""
     found: dict[str, list[str]] = {}
     begins: dict[str, fx.Node] = {}  # the first node of each transfer
     for node in program.graph.nodes:
@@ -73,8 +77,11 @@ def meetings(program: Program) -> dict[str, list[str]]:
 
 
 def check_meetings(views: Sequence[Mapping[str, list[str]]]) -> None:
-    """Raise `RankMismatchError` unless the updates of all stages do the same in every group that they share. `views[p]` are the
-    `meetings` of the rank at position p of "pp"."""
+    """Raise `RankMismatchError` unless the updates of all stages run the same collectives in every group that they
+    share.
+
+    `views[p]` are the `meetings` of the rank at position p of "pp".
+    """
     mesh = {STAGE_DIM: len(views)}
     for group in sorted({g for view in views for g in view}):
         members = positions_of(group, mesh)

@@ -15,20 +15,17 @@ from zgraph.program.program import ParamSpec
 if TYPE_CHECKING:
     from zgraph.plan.plan import Plan
 
-STEP = "/step"  # the name of the count of updates that all parameters share, as long as all have gradients
+STEP = "/step"  # the count of updates that all parameters share, as long as all have gradients at the same steps
 
 
 @dataclass(frozen=True)
 class Member:
-    """One parameter: its record (the plan's, with its group's values; None where it is only clipped) and group.
+    """One parameter of an update."""
 
-    `count` names the STATE that counts its updates: parameters with gradients at the same steps share one.
-    """
-
-    name: str
-    record: Any
-    group: int
-    count: str = STEP
+    name: str  # the parameter's name
+    record: Any  # the plan's optimizer with its group's values; None where the gradient is only clipped
+    group: int  # number of its group
+    count: str = STEP  # the STATE that counts its updates: parameters with gradients at the same steps share one
 
 
 def refuse_complex_clipping(plan: Plan, specs: dict[str, ParamSpec]) -> None:
@@ -44,10 +41,11 @@ def refuse_complex_clipping(plan: Plan, specs: dict[str, ParamSpec]) -> None:
 
 
 def members_of(module: nn.Module, specs: dict[str, ParamSpec], optimizer: Any) -> list[Member]:
-    """Every parameter that the optimizer may update, in the module's order; frozen ones too, which may be unfrozen.
+    """Return every parameter that the optimizer may update, in the module's order; also frozen ones, which may be
+    unfrozen.
 
-    `specs` are those of the whole model, also where a rank of a pipeline holds some of it: groups are numbered from 0 in order of use,
-    alike on all ranks, and a pattern may match what another stage has.
+    `specs` are those of the whole model, also where a rank of a pipeline holds some of it: groups are numbered from 0
+    in order of use, alike on all ranks, and a pattern may match a parameter of another stage.
 
     Raises `PlanError` for a parameter that two groups match, a group that matches none, and a complex parameter.
     """
@@ -81,7 +79,7 @@ def members_of(module: nn.Module, specs: dict[str, ParamSpec], optimizer: Any) -
 
 
 def faults_of(specs: dict[str, ParamSpec], optimizer: Any, module: nn.Module) -> Iterator[PlanError]:
-    """Whatever keeps an optimizer from these parameters of a module's, each once."""
+    """Yield an error for whatever keeps the optimizer from updating these parameters of a module, each once."""
     if not any(spec.dtype.is_floating_point for spec in specs.values()):
         yield PlanError("an optimizer, and no parameters", where="optimizer", hint="leave it out of the plan")
         return
@@ -126,7 +124,8 @@ def _patterns(group: Any) -> tuple[str, ...]:
 
 
 def _record(optimizer: Any, names: Sequence[str], spec: ParamSpec, module: nn.Module) -> Any:
-    """The plan's optimizer, or its companion for what a rule of matrices is not for. `names` are all that the parameter has."""
+    """Return the plan's optimizer, or its companion for a parameter that is no matrix. `names` are all names of the
+    parameter."""
     companion = getattr(optimizer, "companion", None)
     if companion is None:
         return optimizer

@@ -1,7 +1,7 @@
 """The loss scale from step to step: DeepSpeed's rule, as a pure function of tensors.
 
-It is traced into the update program, so it decides nothing in Python that depends on an overflow: a branch would make
-the host wait for the device in each step. For the same reason it can't raise; it says that the run should end.
+It is traced into the update program, so no Python code branches on an overflow: a branch would make the host wait for
+the device in each step. For the same reason it can't raise; it says that the run should end.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ __all__ = ["advance", "initial"]
 
 
 def initial(record: LossScale) -> dict[str, Tensor]:
-    """The state before the first step, as 0-dim tensors.
+    """Return the state before the first step, as 0-dim tensors.
 
-    `scale`: float32, what the step multiplies its loss with. int64: `iteration`, the number of this step from 0;
-    `last_overflow`, that of the last overflow, at first -1; `hysteresis`, overflows up to and with the one that halves
-    the scale; `skipped`, how many steps had an overflow. `exhausted`: bool, whether there ever was an overflow which
-    could not make the scale smaller.
+    `scale`: float32, the factor of the step's loss. int64: `iteration`, the number of this step from 0;
+    `last_overflow`, that of the last overflow, at first -1; `hysteresis`, overflows up to and including the one that
+    halves the scale; `skipped`, how many steps had an overflow. `exhausted`: bool, whether there ever was an overflow
+    that could not make the scale smaller.
     """
     scale = 2.0**record.initial_scale_power if record.static is None else record.static
     return {
@@ -36,16 +36,17 @@ def initial(record: LossScale) -> dict[str, Tensor]:
 
 
 def advance(record: LossScale, state: Mapping[str, Tensor], overflow: Tensor) -> dict[str, Tensor]:
-    """The state for the next step, after one that had an overflow or not: `overflow` is a 0-dim bool.
+    """Return the state for the next step; `overflow` is a 0-dim bool that says whether this one had an overflow.
 
-    The rule is `DynamicLossScaler.update_scale` of deepspeed/runtime/fp16/loss_scaler.py (0.19.6) with its factor of 2.
-    An overflow takes one from `hysteresis`, or halves the scale once only 1 is left, though not below the minimum.
+    The rule is `DynamicLossScaler.update_scale` of deepspeed/runtime/fp16/loss_scaler.py (0.19.6) with its factor of
+    2. An overflow takes one from `hysteresis`, or halves the scale once only 1 is left, though not below the minimum.
     Without one, the scale is doubled and `hysteresis` filled up when the steps since the last overflow, not counting
-    this one (unless the record `doubles_within_window`, as torch's GradScaler does), are a multiple of the window above 0; with
-    `consecutive_hysteresis` every such step fills it up.
+    this one (unless the record `doubles_within_window`, as torch's GradScaler does), are a multiple of the window
+    above 0; with `consecutive_hysteresis` every such step fills it up.
 
-    DeepSpeed raises at an overflow with the scale at its minimum: here `exhausted` becomes true and stays so (unless the
-    record does not end there), and the rest goes on as if DeepSpeed had been told not to raise. A fixed scale only counts.
+    DeepSpeed raises at an overflow with the scale at its minimum: here `exhausted` becomes true and stays so (unless
+    the record does not end there), and the rest goes on as if DeepSpeed had been told not to raise. A fixed scale only
+    counts.
     """
     scale, hysteresis = state["scale"], state["hysteresis"]
     iteration, last_overflow = state["iteration"], state["last_overflow"]

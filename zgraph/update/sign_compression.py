@@ -1,10 +1,11 @@
 """A momentum in one bit for each element: signs, and a scale for each rank (1-bit Adam, Tang et al., 2021).
 
-    each rank: momentum + what it has not sent -> signs and a scale, a part for each rank -> all_to_all
-    each part: the mean of what came + what that rank has not sent -> signs and a scale -> all_gather
+    each rank: momentum + its residual -> signs and a scale, a part for each rank -> all_to_all
+    each part: the mean of the received parts + that rank's residual -> signs and a scale -> all_gather
 
-What a rank sends another of one parameter is a row of bytes: eight signs in each, and the scale's four. Padding, the scale (the norm over the
-root of the number of elements, padding included) and the sign of zero, which is positive, are DeepSpeed's (0.19.6).
+A residual is what a rank has not sent yet. What a rank sends another of one parameter is a row of bytes: eight signs
+in each, and the scale's four. Padding, the scale (the norm over the root of the number of elements, padding included)
+and the sign of zero, which is positive, are DeepSpeed's (0.19.6).
 """
 
 from __future__ import annotations
@@ -19,24 +20,25 @@ SCALE_BYTES = 4
 
 
 def padded(elements: int, ranks: int) -> int:
-    """How many elements a parameter is sent as: ranks divide them, and their parts are whole bytes."""
+    """Return the number of elements as which a parameter is sent: a multiple of the ranks whose parts are whole bytes."""
     unit = ranks * (ranks * 8 // math.gcd(ranks, 8))
     return max(1, -(-elements // unit)) * unit
 
 
 def bytes_of(elements: int, ranks: int) -> int:
-    """The bytes that a rank sends each other rank of a parameter, in each of the two exchanges."""
+    """Return the bytes that a rank sends each other rank of a parameter, in each of the two exchanges."""
     return padded(elements, ranks) // ranks // 8 + SCALE_BYTES
 
 
 def residual_sizes(elements: int, ranks: int) -> dict[str, int]:
-    """The elements of what a rank keeps for a parameter because it was not sent."""
+    """Return the elements of each residual that a rank keeps for a parameter."""
     whole = padded(elements, ranks)
     return {WORKER: whole, SERVER: whole // ranks} if ranks > 1 else {}
 
 
 def sent(x: Tensor, error: Tensor, parts: int) -> tuple[Tensor, Tensor]:
-    """The rows of bytes, one for each part, that stand for a tensor with what was not sent before; and what is not sent now."""
+    """Compress a tensor, with the residual `error` added, to rows of bytes, one for each part; return them and the new
+    residual."""
     flat = torch.constant_pad_nd(x.flatten().to(torch.float32), [0, error.shape[0] - x.numel()]) + error
     scale = torch.linalg.vector_norm(flat) / math.sqrt(flat.numel())
     positive = flat >= 0
@@ -49,7 +51,7 @@ def sent(x: Tensor, error: Tensor, parts: int) -> tuple[Tensor, Tensor]:
 
 
 def read(rows: Tensor) -> Tensor:
-    """The elements that rows of bytes stand for, in float32: a row of each."""
+    """Return the float32 elements that rows of bytes stand for, a row of each."""
     signs, scales = rows[:, :-SCALE_BYTES], rows[:, -SCALE_BYTES:].to(torch.int64)
     number = (scales << (8 * torch.arange(SCALE_BYTES, device=rows.device))).sum(-1)
     number = torch.where(number >= 2**31, number - 2**32, number)
@@ -60,5 +62,5 @@ def read(rows: Tensor) -> Tensor:
 
 
 def mean_of(rows: Tensor) -> Tensor:
-    """The mean of what each rank has sent of a part, 1-dim."""
+    """Return the mean of the ranks' parts, 1-dim, from their rows of bytes."""
     return read(rows).sum(0) / rows.shape[0]

@@ -14,8 +14,10 @@ from zgraph.update.assembler import Assembler, all_reduce
 def found_nonfinite(
     assembler: Assembler, mesh: Mapping[str, int], grads: Mapping[str, fx.Node], loss: fx.Node | None = None
 ) -> list[fx.Node]:
-    """0-dim bool: whether any gradient (or loss) of any rank, of any stage, is infinite or no number. With a loss: and whether any loss is. A rank
-    that saw it alone must not skip alone."""
+    """Insert the ranks' vote on whether any gradient (or loss) of any rank and stage is infinite or NaN: a 0-dim bool.
+
+    With a loss, a second one says whether any loss is. A rank that saw it alone must not skip alone.
+    """
     found = [
         assembler.of(n, lambda g: (g.isfinite().logical_not().any().to(torch.float32),), [g], key=("overflow",))[0]
         for n, g in grads.items()

@@ -1,7 +1,8 @@
-"""What an update keeps from step to step, by the names of its program's STATE ports.
+"""The tensors that an update keeps from step to step, by the names of its program's STATE ports.
 
-"layers.0.weight/exp_avg" is a state of one parameter's (this rank's rows, with padding), made when first needed; "/step" a
-count of updates; "/scale" and its like half precision's loss scale; "/nonfinite" the count of steps that were not finite.
+"layers.0.weight/exp_avg" is a state of one parameter (this rank's rows, with padding), created when first needed;
+"/step" a count of updates; "/scale" and its like half precision's loss scale; "/nonfinite" the count of steps that
+were not finite.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ STEP_KEY = "step"  # what the optimizer calls a parameter's count of updates
 
 
 class States:
-    """The tensors of one updater. `members` say which count each parameter's updates have; those that `options` say lie in `home`."""
+    """The states of one updater. `members` say which count each parameter uses; states that `options` offload are
+    stored in `home`."""
 
     def __init__(
         self,
@@ -47,7 +49,7 @@ class States:
         self.device = device
         self.optimizer = optimizer
         self.home = home
-        self._shown: dict[str, tuple[OfParam, dict[str, Any]]] = {}  # what the optimizer shows, as it was shown
+        self._shown: dict[str, tuple[OfParam, dict[str, Any]]] = {}  # what the optimizer shows, and a copy of that dict
         self._written: dict[
             str, tuple[torch.Tensor, int]
         ] = {}  # counts of updates, with the versions that updates left
@@ -66,28 +68,28 @@ class States:
         return found
 
     def scale(self, key: str) -> torch.Tensor | None:
-        """A tensor of the loss scale's (see `zgraph.update.scaler`); None without one."""
+        """Return a tensor of the loss scale (see `zgraph.update.scaler`), or None without one."""
         return self.tensors.get(f"/{key}")
 
     def of_scale(self) -> dict[str, torch.Tensor]:
-        """Those of the loss scale, by the names of `zgraph.update.scaler`; none without one."""
+        """Return the tensors of the loss scale, by the names of `zgraph.update.scaler`; none without one."""
         return {n[1:]: t for n, t in self.tensors.items() if _is_of_scale(n)}
 
     def nonfinite(self) -> torch.Tensor | None:
-        """How many steps were not finite, beyond what a loss scale brings about; None where the plan ignores it."""
+        """Return how many steps were not finite, except for overflows of a loss scale; None where the plan ignores it."""
         return self.tensors.get(f"/{NONFINITE}")
 
     def skipped(self) -> torch.Tensor | None:
-        """How many steps were skipped; None where none is."""
+        """Return how many steps were skipped; None where none can be."""
         scaled = self.scale("skipped")
         return self.nonfinite() if scaled is None else scaled
 
     def own(self) -> dict[str, torch.Tensor]:
-        """Those of single parameters that were made so far."""
+        """Return the states of single parameters that were created so far."""
         return {n: t for n, t in self.tensors.items() if not n.startswith("/")}
 
     def _make(self, param: str) -> None:
-        """Make a parameter's states, but for those that are there, and show them in the optimizer."""
+        """Create a parameter's missing states, and show all of them in the optimizer."""
         local = self.shards.local(param)
         member = self.members[param]
         shown: dict[str, torch.Tensor] = {"step": self.tensors[member.count]}
@@ -101,18 +103,18 @@ class States:
             self._shown[param] = self.optimizer.state.show(self.shards.params()[param], shown), shown
 
     def _show(self, param: str, key: str, tensor: torch.Tensor) -> None:
-        """Show another tensor than before, where a parameter's states are shown."""
+        """Show a new tensor in the optimizer, if the parameter's states are shown."""
         if param in self._shown:
             made, shown = self._shown[param]
             shown[key] = tensor
             dict.__setitem__(made, key, tensor)
 
     def bytes_at(self, options: UpdateOptions) -> int:
-        """The bytes of those that lie elsewhere by these options."""
+        """Return the bytes of the states that these options offload."""
         return sum(state_bytes_of(self.members[n], self.shards.specs[n], options) for n in options.homes)
 
     def move(self, options: UpdateOptions) -> None:
-        """Let the states lie where these options say, also those that are there."""
+        """Store the states where these options say, also those that exist already."""
         before, self.options = self.options.homes, options
         for name, tensor in self.own().items():
             param = name.rpartition("/")[0]
@@ -123,7 +125,7 @@ class States:
                 self._show(param, key, self.shards.shown(param, self.tensors[name], of_rows=kept.of_rows))
 
     def _room(self, param: str, state: State, local: torch.Tensor) -> torch.Tensor:
-        """A tensor for a state, with the strides of its parameter's rows where it has their shape."""
+        """Return a new tensor for a state, with the strides of its parameter's rows where it has their shape."""
         like = tuple(state.shape) == tuple(local.shape)
         if self.home is not None and param in self.options.homes:
             return self.home.tensor(state.shape, local.stride() if like else row_by_row(state.shape), state.dtype)
@@ -132,13 +134,13 @@ class States:
         return torch.empty(state.shape, dtype=state.dtype, device=self.device)
 
     def fill(self) -> None:
-        """Make the states of every parameter that trains, before its first update."""
+        """Create the states of every parameter that trains, before its first update."""
         for name, param in self.shards.params().items():
             if name in self.members and param.requires_grad and (self.optimizer is None or name not in self._shown):
                 self._make(name)
 
     def clear(self, names: Iterable[str]) -> None:
-        """Let what the rules keep of these parameters be as before the first update."""
+        """Reset what the rules keep of these parameters to its values before the first update."""
         for name in names:
             if name not in self.members:
                 continue
@@ -147,17 +149,17 @@ class States:
                     self.tensors[f"{name}/{key}"].fill_(state.fill)
 
     def counts(self) -> dict[str, float]:
-        """How many updates each parameter has had. (The host waits for the device.)"""
+        """Return how many updates each parameter has had. The host waits for the device."""
         known = {name: float(self.tensors[name]) for name in {m.count for m in self.members.values()}}
         return {name: known[m.count] for name, m in self.members.items()}
 
     # -- what the user changes ----------------------------------------------------------------------------------------
     def read_back(self) -> dict[str, str]:
-        """Take over what a user has put into the optimizer's states, or taken away, since they were shown; what was, in words, by the
-        parameter's name.
+        """Take over what a user has written to the optimizer's states, or removed, since they were shown.
 
-        Tensors are copied into the update's own, which are shown again. A parameter whose states are gone begins anew. Raises `StepError` for
-        what no update can go on from; then nothing was changed.
+        Returns what was changed, in words, by the parameter's name. Tensors are copied into the update's own, which
+        are shown again. A parameter whose states are gone begins anew. Raises `StepError` for what no update can go on
+        from; then nothing was changed.
         """
         optimizer = self.optimizer
         if optimizer is None or not optimizer.state.changed:
@@ -195,7 +197,7 @@ class States:
         return {n: f"{sorted(f)} {counts[n]}" for n, f in changes}
 
     def wrote_counts(self) -> None:
-        """An update has written the counts: note their versions."""
+        """Record the versions of the counts that an update has written."""
         self._written = {n: (t, t._version) for n, t in self.tensors.items() if n.startswith(STEP)}
 
     def refuse_written_counts(self) -> None:
@@ -210,7 +212,7 @@ class States:
                 )
 
     def set_counts(self, counts: Mapping[str, float]) -> None:
-        """Let each parameter have had so many updates (none, if it is not named)."""
+        """Set the number of updates that each parameter has had: 0 for one that is not named."""
         numbers = sorted({counts.get(n, 0.0) for n in self.members}, reverse=True)
         names = {value: STEP if i == 0 else f"{STEP}{i}" for i, value in enumerate(numbers)}
         self.tensors = {n: t for n, t in self.tensors.items() if not n.startswith(STEP)}
@@ -222,7 +224,8 @@ class States:
             self._show(name, "step", self.tensors[count])
 
     def count_apart(self, names: Iterable[str]) -> None:
-        """Parameters that have no gradient this time count their updates apart from those that have, as torch does."""
+        """Give parameters that are not in `names`, those with a gradient this time, a count of their own, as torch
+        does."""
         chosen = set(names)
         for count in sorted({m.count for m in self.members.values()}):
             sharing = [n for n, m in self.members.items() if m.count == count]
@@ -238,8 +241,11 @@ class States:
                 self._show(name, "step", self.tensors[apart])
 
     def adopt(self, old: States, *, copies: bool) -> None:
-        """Take over another's tensors (copies of them). What this plan's optimizer does not keep is left out, what it alone
-        keeps begins anew; a warning says so. So do counts of updates that no parameter of the other's had."""
+        """Take over the tensors of another `States`, or copies of them.
+
+        States that this plan's optimizer does not keep are left out, those that it alone keeps begin anew; a warning
+        says so. Counts of updates are taken over for parameters that both have.
+        """
         wanted = {
             f"{name}/{key}"
             for name, m in self.members.items()
@@ -263,19 +269,22 @@ class States:
             self._make(param)
 
     def _copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of a state, where such states lie."""
+        """Return a copy of a state, in the memory where such states are stored."""
         if self.home is None or name.rpartition("/")[0] not in self.options.homes:
             return tensor.to(self.device, copy=True)
         return self.home.tensor(tensor.shape, tensor.stride(), tensor.dtype).copy_(tensor)
 
     def averaged(self) -> list[str]:
-        """The parameters that have an average apart from themselves by now."""
+        """Return the parameters that have a moving average."""
         return [n for n in self.members if f"{n}/{EMA}" in self.tensors]
 
 
 def _changes(name: str, shown: dict[str, Any], now: Any, rule: Rule) -> dict[str, Any] | None:
-    """What is no longer as it was shown of a parameter, by key (None: to begin anew); an empty dict where all is gone, None where nothing
-    is changed."""
+    """Return what a user has changed of a parameter's states, by key (None: it begins anew).
+
+    Returns an empty dict where all states are gone, None where nothing was changed. Raises `StepError` for a state
+    that no update can go on from.
+    """
     if not now:
         return {}
     found: dict[str, Any] = {}
@@ -303,7 +312,7 @@ def _changes(name: str, shown: dict[str, Any], now: Any, rule: Rule) -> dict[str
 
 
 def _count_after(found: dict[str, Any], before: float, rule: Rule) -> float:
-    """How many updates a parameter has had by what a user has changed."""
+    """Return how many updates a parameter has had after a user's changes."""
     if STEP_KEY in found:
         return float(found[STEP_KEY])
     if not found or (rule.begins in found and found[rule.begins] is None):

@@ -1,4 +1,4 @@
-"""Any scheduler of torch's on the plan's optimizer."""
+"""Makes any scheduler of torch's for the plan's optimizer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 def torch_scheduler(record: TorchSchedule, optimizer: torch.optim.Optimizer) -> Any:
-    """The scheduler that a plan names, made for `optimizer`; it changes the groups' numbers when stepped.
+    """Return the scheduler that a plan names, made for `optimizer`; it changes the groups' numbers when stepped.
 
     Raises `PlanError` if there is none of that name, or if it can't be made with these arguments.
     """
@@ -47,7 +47,8 @@ def torch_scheduler(record: TorchSchedule, optimizer: torch.optim.Optimizer) -> 
 
 
 def _resolved(value: Any) -> Any:
-    """A function, where a plan names one: "package.module:function"."""
+    """Return the function that a value names as "package.module:function", also within lists; other values as they
+    are."""
     if isinstance(value, (list, tuple)):
         return [_resolved(v) for v in value]
     if not isinstance(value, str) or not _FUNCTION.fullmatch(value):
