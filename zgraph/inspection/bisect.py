@@ -233,16 +233,13 @@ class _Search:
             compared = compare(now) if now else []
             beyond = [d for d in compared if not d.ok and (d.what, d.name, d.rank) not in known]
             bits = _changed_bits(before, now) if now else []
-            if (
-                bits and last is not None and _changed_bits(last.run(), before)
-            ):  # (the program before does not repeat its own bits)
+            # (bits say nothing after a program that does not repeat its own)
+            if bits and last is not None and _changed_bits(last.run(), before):
                 bits = []
             worst = max(compared, key=lambda d: (not d.ok, d.error), default=None)
             self.stages.append(Stage(program, point.name, point.bitwise, not bits, worst))
             broken = bits if point.bitwise else []
-            if (
-                known
-            ):  # (after a fault only tensors that were right still tell something: others may carry the fault on)
+            if known:  # (after a fault, tensors that were wrong before say nothing: they may carry it on)
                 beyond, broken, said = [d for d in beyond if (d.what, d.name) in before[d.rank]], [], None
             known |= {(d.what, d.name, d.rank) for d in beyond}
             if beyond or broken or said:
@@ -281,9 +278,7 @@ def _changed_bits(before: Results, now: Results) -> list[Difference]:
     later only don't count: weights may be kept that were not before."""
     return [
         replace(difference(what, name, rank, values.get((what, name)), old), allowed=0.0, exact=False)
-        for rank, (earlier, values) in enumerate(
-            zip(before, now, strict=False)
-        )  # (the first program has none before it)
+        for rank, (earlier, values) in enumerate(zip(before, now, strict=False))  # (the first program follows none)
         for (what, name), old in earlier.items()
         if not same_bits(values.get((what, name)), old)
     ]

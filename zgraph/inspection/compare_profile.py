@@ -212,9 +212,7 @@ def _part(way: Way, name: str) -> str | None:
     if name == way.name or name.startswith(f"{way.name}."):
         return name.removeprefix(way.name).removeprefix(".")
     kind, digits = re.match(r"([a-z]+)(\d*)", name).groups()  # type: ignore[union-attr]
-    if (
-        way.name == kind and digits
-    ):  # (an inspection made of a model calls its program "train", a run calls it "train0")
+    if way.name == kind and digits:  # (an inspection of a model names its program "train", a run "train0")
         return name.removeprefix(kind + digits).removeprefix(".")
     return None
 

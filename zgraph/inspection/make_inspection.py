@@ -46,9 +46,7 @@ def of_model(
     made = planned_step(model, plan, part, world, costs, pass_filter or EVERY_PASS, captured)
     ways = _step_ways(made.step, costs, made.step.runs())
     update = made.update()
-    ways += (
-        [_way(update, 0, costs)] if update is not None else []
-    )  # (all states are its own inputs, so none are held besides)
+    ways += [_way(update, 0, costs)] if update is not None else []  # (all states are its own inputs)
     hardware = costs.hardware.model_dump(mode="json")
     return Inspection(origin, world, {w.name: w for w in ways}, plan.model_dump(mode="json"), hardware, made.late)
 
@@ -117,9 +115,8 @@ def _step_ways(step: StepProgram, costs: Costs, parts: list[tuple[str, Variant, 
         history = step.history(variant)
         came = sum(most_bytes(n) for n in history.program.input_nodes(InputRole.ACCUMULATOR).values())
         name = step.name if which == "first" else f"{step.name}-{which}"
-        way = _way(
-            history, max(0, step.outside.held - came), costs, name
-        )  # (accumulated gradients are the program's own inputs)
+        # (accumulated gradients are the program's own inputs)
+        way = _way(history, max(0, step.outside.held - came), costs, name)
         way.step, way.runs = step.name, runs
         ways.append(way)
     return ways
