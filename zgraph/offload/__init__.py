@@ -1,1 +1,1 @@
-"""Where offloaded tensors are stored: the host's memory, files on NVMe."""
+"""The places that offloaded tensors are stored in: the host's memory, files on NVMe."""

@@ -1,4 +1,4 @@
-"""Memory that reads and writes of a disk go through: aligned to its blocks, bounded, and used again."""
+"""Provides memory for reads and writes of a disk: aligned to its blocks, bounded, and reused."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ import torch
 
 from zgraph.torch_compat import tensor_storage
 
-BLOCK = 4096  # bytes: what offsets and sizes of direct transfers are multiples of
-PIECE = 8 * 2**20  # bytes that one thread moves in one go
+BLOCK = 4096  # bytes; offsets and sizes of direct transfers are multiples of it
+PIECE = 8 * 2**20  # bytes that one thread reads or writes at a time
 
 
 def aligned(size: int) -> torch.Tensor:
-    """That many bytes of torch's own, from a block's beginning on."""
+    """Return `size` bytes of torch's own memory that begin at a block."""
     memory = torch.empty(size + BLOCK, dtype=torch.uint8, device="cpu")
     start = -memory.data_ptr() % BLOCK
     return memory[start : start + size]
 
 
 class Landing(threading.local):
-    """Memory that reads of one thread land in. Inside `reused` it is taken again once its values are gone: pages that are new to
-    the process take as long as the disk does."""
+    """The memory that one thread reads into. Inside `reused` it is taken again once its values are freed: pages that
+    are new to the process take as long as the disk does.
+    """
 
-    _kept: list[tuple[torch.Tensor, int]] | None = None  # each with its holders when it is idle
+    _kept: list[tuple[torch.Tensor, int]] | None = None  # each with its number of holders when it is idle
 
     def take(self, size: int) -> torch.Tensor:
-        """That many aligned bytes of any values."""
+        """Return `size` aligned bytes, uninitialised."""
         if self._kept is None:
             return aligned(size)
         idle = [memory for memory, own in self._kept if tensor_storage.holders(memory) == own]
@@ -43,7 +44,7 @@ class Landing(threading.local):
 
     @contextmanager
     def reused(self) -> Iterator[None]:
-        """What this thread takes inside may be memory of values that it read inside. Not reentrant."""
+        """Let this thread read into memory of values that it read inside and that were freed since. Not reentrant."""
         self._kept = []
         try:
             yield
@@ -59,8 +60,9 @@ class Buffer:
 
 
 class Staging:
-    """Aligned buffers for values that are not. A thread has one at a time and waits for nothing but the disk while it has it,
-    so each is given back."""
+    """Aligned buffers for values that are not aligned. A thread has one at a time and waits only for the disk while it
+    has it, so each buffer is given back.
+    """
 
     def __init__(self, limit: int, threads: int) -> None:
         if limit < BLOCK or threads < 1:

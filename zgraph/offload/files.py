@@ -1,8 +1,8 @@
-"""Tensors in a file on NVMe, read and written past the page cache by several threads, as in ZeRO-Infinity
+"""Stores tensors in a file on NVMe, read and written past the page cache by several threads, as in ZeRO-Infinity
 (Rajbhandari et al., 2021, "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning", section 6.3).
 
-All of a store lies in one file that has no name, so nothing is left behind, however the process ends. A tensor is a slot of
-it, aligned to blocks and mapped: it can be used like any other, through the page cache. `read` and `write` move whole
+A store is one file without a name, so nothing is left behind, however the process ends. A tensor is a slot of the file,
+aligned to blocks and mapped: it can be used like any other, through the page cache. `read` and `write` move whole
 tensors by O_DIRECT instead, straight between the file and the tensor's memory. Linux keeps both views of the file the
 same as long as they are not used at the same time.
 """
@@ -37,8 +37,9 @@ from zgraph.offload.disk_buffers import BLOCK, PIECE, Landing, Staging, aligned
 
 __all__ = ["Backend", "FileStore", "Preflight", "Reading", "Writing"]
 
-TRIAL = 64 * 2**20  # bytes that preflight moves at most
-MEMORY_ALIGNMENTS = (64, 512, BLOCK)  # bytes: 64 is what torch's CPU tensors have; which will do depends on the device
+TRIAL = 64 * 2**20  # most bytes that preflight writes and reads
+# bytes, tried in order: torch's CPU tensors have 64; what suffices depends on the device
+MEMORY_ALIGNMENTS = (64, 512, BLOCK)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -47,10 +48,12 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 class Backend:
-    """The system calls of a store, called by several threads at once. Another may stand in for them: io_uring, or faults."""
+    """The system calls of a store, made by several threads at once. Another backend can replace them: io_uring, or
+    injected faults.
+    """
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """Bytes read, which may be fewer than asked for. Raises OSError."""
+        """Read into `buffers`, and return the number of bytes read, which may be fewer than asked for. Raises OSError."""
         return os.preadv(fd, buffers, offset)
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
@@ -62,18 +65,18 @@ class Backend:
 
 @dataclass(frozen=True)
 class Preflight:
-    """What a folder can do: bytes, and bytes a second."""
+    """What a folder's disk can do."""
 
-    folder: Path
-    free_bytes: int
-    direct: bool
-    alignment: int
-    read_rate: float
-    write_rate: float
+    folder: Path  # the folder that was measured
+    free_bytes: int  # free on its disk
+    direct: bool  # whether O_DIRECT works
+    alignment: int  # of offsets and sizes in the file, in bytes
+    read_rate: float  # bytes per second
+    write_rate: float  # bytes per second
 
 
 class Reading:
-    """A tensor that is being read. `value` is there from the start, and filled when `wait` returns."""
+    """A tensor that is being read. `value` exists from the start, and is filled when `wait` returns."""
 
     def __init__(self, job: _Job, value: torch.Tensor) -> None:
         self._job = job
@@ -83,7 +86,7 @@ class Reading:
         return self._job.ended.is_set()
 
     def wait(self) -> torch.Tensor:
-        """Raise `OffloadError`, each time, if it could not be read."""
+        """Wait for the read, and return the value. Raises `OffloadError`, each time, if it could not be read."""
         self._job.wait()
         return self.value
 
@@ -98,12 +101,17 @@ class Writing:
         return self._job.ended.is_set()
 
     def wait(self) -> None:
-        """Raise `OffloadError`, each time, if it could not be written."""
+        """Wait for the write. Raises `OffloadError`, each time, if the tensor could not be written."""
         self._job.wait()
 
 
 class FileStore:
-    """Tensors in a file without a name in `folder`, which is made if need be. Raises `OffloadError` if that can't be.
+    """A store of tensors in a file without a name in `folder`, which is made if need be. Raises `OffloadError` if that
+    fails.
+
+    `checksums` keeps a CRC-32 of each piece that is written, and compares it when the piece is read. `threads` move
+    pieces of 8 MiB. Values whose memory is not aligned go through buffers of `staging_bytes` in all. Any thread may
+    call any method.
 
     `checksums` keeps a CRC-32 of each piece that is written, and compares it when the piece is read. `threads` move pieces of
     8 MiB. Values whose memory is not aligned go through buffers of `staging_bytes` in all. Any thread may call any method.
@@ -131,7 +139,7 @@ class FileStore:
         self._space = _Space()
         self._held = 0
         self._slots: dict[int, _Slot] = {}  # by the address of the mapping
-        self._dead: deque[_Slot] = deque()  # what finalizers leave: they run anywhere, so they take no lock
+        self._dead: deque[_Slot] = deque()  # left by finalizers, which run anywhere and so take no lock
 
         self._fd = _anonymous(self.folder)
         self._direct_fd, self._alignment = self._try_direct()
@@ -142,8 +150,9 @@ class FileStore:
     # Slots
 
     def tensor(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A CPU tensor whose storage is a slot of the file, with whatever was there. Dies like any tensor, and its slot with
-        it. Raises `OffloadError` if the disk has no room, or if strides leave gaps or overlap."""
+        """Return a CPU tensor whose storage is a slot of the file, uninitialised. The slot is freed with the tensor.
+        Raises `OffloadError` if the disk has no room, or if strides leave gaps or overlap.
+        """
         if not _dense(shape, stride):
             raise OffloadError(
                 "only dense tensors can lie in a file",
@@ -174,14 +183,14 @@ class FileStore:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the slots in use: whole blocks."""
+        """The bytes of the slots in use, in whole blocks."""
         with self._lock:
             self._collect()
             return self._held
 
     @property
     def file_bytes(self) -> int:
-        """Bytes of the file: the most that slots ever took."""
+        """The bytes of the file: the most that slots ever took."""
         return self._space.end
 
     def _slot_of(self, tensor: torch.Tensor) -> _Slot | None:
@@ -225,28 +234,30 @@ class FileStore:
             slot = self._dead.popleft()
             self._space.give(slot.offset, slot.length)
             self._held -= slot.length
-            if self._slots.get(slot.base) is slot:  # (not so if the address was given to another since)
+            if self._slots.get(slot.base) is slot:  # (the address may have been given to another slot since)
                 del self._slots[slot.base]
 
     # Transfers
 
     def read(self, tensor: torch.Tensor) -> Reading:
-        """Starts reading a tensor of this store, after what writes to it. The value has its shape, strides and dtype, and
-        memory of torch's own allocator, aligned to blocks."""
+        """Start to read a tensor of this store, after pending writes to it. The value has its shape, strides and dtype,
+        in memory of torch's own allocator, aligned to blocks.
+        """
         return self._read(tensor, counted=True)
 
     def write(self, tensor: torch.Tensor, value: torch.Tensor) -> Writing:
-        """Starts writing `value` to a tensor of this store, after what reads or writes that one. `value` is a CPU tensor of
-        the same shape and dtype, and must not change before the writing is waited for."""
+        """Start to write `value` to a tensor of this store, after its pending reads and writes. `value` is a CPU tensor
+        of the same shape and dtype, and must not change until the write has been waited for.
+        """
         return self._write(tensor, value, counted=True)
 
     def reused(self) -> AbstractContextManager[None]:
-        """Inside, what this thread reads lands in memory of values that it read inside before and are gone."""
+        """Let this thread read into memory of values that it read inside and that were freed since."""
         return self._landing.reused()
 
     @property
     def read_bytes(self) -> int:
-        """Bytes of tensors read so far."""
+        """The bytes of tensors read so far."""
         return self._moved["read"]
 
     @property
@@ -255,7 +266,7 @@ class FileStore:
 
     @property
     def staging_peak(self) -> int:
-        """The most bytes of staging buffers that there have been at once."""
+        """The most bytes of staging buffers that existed at once."""
         return self._staging.peak
 
     def _read(self, tensor: torch.Tensor, *, counted: bool) -> Reading:
@@ -282,7 +293,7 @@ class FileStore:
         value = value.detach()
         if _layout(value) != _layout(tensor) or value.is_conj() or value.is_neg():
             writer = None if source is None else source.writer
-            if writer is not None:  # (the copy is made now)
+            if writer is not None:  # (the copy below reads it)
                 writer.ended.wait()
             source = None
             value = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu").copy_(value)
@@ -295,8 +306,9 @@ class FileStore:
         return Writing(job)
 
     def _start(self, job: _Job, slots: list[_Slot]) -> None:
-        """The order of calls is the order of effects: a write comes after all that is under way in its slot, a read after
-        what writes there. `slots[0]` is the one that is moved, another one is read only."""
+        """Start a job. Jobs take effect in the order of calls: a write waits for all pending jobs of its slot, a read
+        for pending writes. `slots[0]` is read or written by the job; another slot is the source of a write.
+        """
         with self._lock:
             self._check_open()
             blockers = {slot.writer for slot in slots if slot.writer is not None}
@@ -317,7 +329,7 @@ class FileStore:
         for piece in range(job.pieces):
             try:
                 self._pool.submit(self._run, job, piece)
-            except RuntimeError as error:  # (the interpreter is going down)
+            except RuntimeError as error:  # (the interpreter is exiting)
                 self._ended(job, job.pieces - piece, OffloadError(f"a {job.kind} can't be started", why=str(error)))
                 return
 
@@ -370,7 +382,7 @@ class FileStore:
         slot, begin = job.slots[0], piece * PIECE
         if slot.broken and (
             job.version is None or job.version == slot.failed
-        ):  # (else it was written anew, as a tensor)
+        ):  # (else it was overwritten since, as a tensor)
             raise OffloadError(
                 "a tensor can't be read",
                 where=str(self.folder),
@@ -409,7 +421,7 @@ class FileStore:
                     self._move(job, view[: _up(count)], begin + at)
 
     def _move(self, job: _Job, memory: memoryview, begin: int) -> None:
-        """All of `memory`, from or to `begin` bytes after the slot's start."""
+        """Move all of `memory` to, or from, `begin` bytes after the slot's start."""
         slot, fd, done = job.slots[0], self._direct_fd, 0
         call = self._files.preadv if job.kind == "read" else self._files.pwritev
         while done < len(memory):
@@ -442,7 +454,9 @@ class FileStore:
     # The whole
 
     def preflight(self, needed: int) -> Preflight:
-        """What the folder can do, measured by writing and reading up to 64 MiB, which are not counted. Raises what `require` does."""
+        """Measure what the folder's disk can do by writing and reading up to 64 MiB, which are not counted in
+        `read_bytes` and `written_bytes`. Raises what `require` does.
+        """
         free, limit = self.require(needed)
         room = min(TRIAL, free // 4, limit)
         size = max(room // BLOCK * BLOCK, BLOCK)
@@ -458,8 +472,9 @@ class FileStore:
         return Preflight(self.folder, free, self.direct, BLOCK, size / (end - written), size / (written - start))
 
     def require(self, needed: int) -> tuple[int, int]:
-        """The bytes that are free, and those by which the file may still grow. Raises `OffloadError` if `needed` more have no
-        room, or would make the file larger than this process may."""
+        """Return (the free bytes, the bytes by which the file may still grow). Raises `OffloadError` if the disk has no
+        room for `needed` more bytes, or they would make the file larger than this process may.
+        """
         free = _free(self.folder)
         if free < needed:
             raise OffloadError(
@@ -481,7 +496,9 @@ class FileStore:
         return free, limit - self.file_bytes
 
     def close(self) -> None:
-        """Waits for what is under way. Tensors stay as they are and can be used, but not read or written here."""
+        """Wait for pending reads and writes, and close the file. Tensors can still be used, but not read or written
+        here.
+        """
         with self._lock:
             self._closed = True
             self._idle.wait_for(lambda: not self._under_way)
@@ -499,7 +516,9 @@ class FileStore:
             raise OffloadError("a store of files is used after it was closed", where=str(self.folder))
 
     def _try_direct(self) -> tuple[int, int]:
-        """A descriptor for O_DIRECT and the alignment in memory that it takes, or the plain one: found by trying."""
+        """Return (a descriptor with O_DIRECT, the alignment in memory that it needs), found by trying; the plain
+        descriptor and 1 if O_DIRECT does not work.
+        """
         try:
             fd = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_DIRECT)
         except OSError:
@@ -520,21 +539,21 @@ class FileStore:
 class _Slot:
     """A range of the file, and what is known of its content."""
 
-    offset: int
+    offset: int  # bytes from the file's start
     length: int  # bytes, in whole blocks
-    nbytes: int
-    base: int = 0  # the address of its mapping
-    alive: bool = True
-    writer: _Job | None = None  # the last write that has not ended
-    readers: set[_Job] = field(default_factory=set)
-    broken: bool = False  # its last write failed
-    failed: int | None = None  # the tensor's version then
+    nbytes: int  # bytes of the tensor
+    base: int = 0  # address of its mapping
+    alive: bool = True  # whether its tensor still lives
+    writer: _Job | None = None  # the last write, while it is pending
+    readers: set[_Job] = field(default_factory=set)  # pending reads
+    broken: bool = False  # whether its last write failed
+    failed: int | None = None  # the tensor's version at its last write
     sums: list[int] | None = None  # CRC-32 of each piece, as written
-    version: int | None = None  # the tensor's at that time: a change through the mapping moves it on
+    version: int | None = None  # the tensor's version as written; a change through the mapping increments the tensor's
 
 
 class _Job:
-    """One tensor being read or written. What it holds it lets go of when it ends, and until then nobody else gets its slot."""
+    """One tensor being read or written. What it holds is released when it ends; until then nobody else gets its slot."""
 
     def __init__(
         self, kind: str, slot: _Slot, keep: object, memory: memoryview, version: int | None, *, counted: bool
@@ -544,8 +563,8 @@ class _Job:
         self.memory = memory
         self.version = version
         self.counted = counted
-        self.address = 0  # of `memory`, when it is written
-        self.straight = True  # from `memory` into the file
+        self.address = 0  # address of `memory`, for a write
+        self.straight = True  # whether a write goes from `memory` to the file without a staging buffer
         self.slots: list[_Slot] = []
         self.pieces = self.left = -(-slot.nbytes // PIECE)
         self.sums = [0] * self.pieces
@@ -570,14 +589,14 @@ class _Job:
 
 
 class _Space:
-    """Which ranges of the file are free: best fit, neighbours joined."""
+    """The free ranges of the file: best fit, neighbours joined."""
 
     def __init__(self) -> None:
         self.end = 0
         self.free: list[tuple[int, int]] = []  # (offset, length), by offset
 
     def find(self, length: int) -> tuple[int, int]:
-        """Where a range can be taken, and where the file ends then."""
+        """Return (an offset at which a range of this length is free, the end of the file once it is taken)."""
         fitting = [(size, offset) for offset, size in self.free if size >= length]
         if fitting:
             return min(fitting)[1], self.end
@@ -608,7 +627,7 @@ class _Space:
 
 
 def _anonymous(folder: Path) -> int:
-    """A descriptor of a new file in `folder` that has no name there."""
+    """Return a descriptor of a new file in `folder` that has no name."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -643,7 +662,7 @@ def _shut(pool: ThreadPoolExecutor, descriptors: set[int]) -> None:
 
 
 def _mapped(fd: int, offset: int, length: int) -> ctypes.Array[ctypes.c_ubyte]:
-    """A range of the file as memory. (Python's mmap would keep a descriptor of its own for each, and there are few.)"""
+    """Map a range of the file to memory. (Python's mmap would keep a descriptor for each, and descriptors are few.)"""
     address = _libc.mmap(None, length, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, offset)
     if address == ctypes.c_void_p(-1).value:
         number = ctypes.get_errno()

@@ -1,7 +1,8 @@
-"""Tensors of the device that lie in the host's memory: gradients as a user sees them, who finds them where their parameters are.
+"""Defines tensors of the device whose values are in the host's memory: offloaded gradients, which the user finds on the
+device of their parameters.
 
-What is computed with one is computed by the host, and what comes out is on the device; writes and views are of what lies there, and a
-copy lies there as well. So `.grad` may be read, clipped and added to, and takes nothing of the device.
+An operator on one runs on the host, and its result goes to the device; writes and views stay on the host, and so does a
+copy. So `.grad` can be read, clipped and added to, and takes no memory of the device.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Away(torch.Tensor):
 
 
 def where_it_lies(tensor: torch.Tensor) -> torch.Tensor:
-    """What holds a tensor's values: itself, unless it is `Away`."""
+    """Return the tensor that holds a tensor's values: its `home` if it is `Away`, else itself."""
     return tensor.home if isinstance(tensor, Away) else tensor
 
 
@@ -66,7 +67,7 @@ def _mapped(values: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> An
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors that an operator writes to."""
+    """Return the tensors that an operator writes to."""
     given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
     slots = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     return [x for s in slots for x in pytree.tree_leaves(given.get(s)) if isinstance(x, torch.Tensor)]

@@ -1,4 +1,4 @@
-"""Memory of the host as a tier: pinned where the device copies from it, and outside of what torch's allocator counts.
+"""Provides the host's memory as a tier: pinned for a CUDA device, and outside of what torch's allocator counts.
 
 On CUDA copies run on a stream for each direction, on a CPU on a thread of their own.
 """
@@ -29,7 +29,7 @@ class HostMemory:
         )
 
     def tensor(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A dense tensor there, of any values. Raises `MemoryError` where there is no room."""
+        """Return a dense tensor in the host's memory, uninitialised. Raises `MemoryError` if there is no room."""
         if self.device.type == "cuda":
             return torch.empty_strided(shape, stride, dtype=dtype, pin_memory=True)
         size = math.prod(shape)
@@ -42,22 +42,26 @@ class HostMemory:
         return torch.frombuffer(held, dtype=dtype).as_strided(tuple(shape), tuple(stride))
 
     def read(self, home: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, Wait]:
-        """(a new tensor on `device`, or in the host's memory, what waits for its values)."""
+        """Start to copy `home`; return (a new tensor on `device`, which may be the host, a function that waits for its
+        values).
+        """
         pinned = device.type == "cpu" and self.device.type == "cuda"
         value = torch.empty_strided(home.shape, home.stride(), dtype=home.dtype, device=device, pin_memory=pinned)
         return value, self._copy(value, home, "out" if pinned else "in", to_be_read=pinned)
 
     def write(self, home: torch.Tensor, value: torch.Tensor) -> Wait:
-        """Start to write `value` to `home`; it must stay as it is until the wait."""
+        """Start to write `value` to `home`; `value` must not change until the wait."""
         return self._copy(home, value, "out")
 
     def settle(self) -> None:
-        """Wait until what was written is there for the host to read. (Waits for writes hold up the device alone.)"""
+        """Wait until the host can read what was written. (On CUDA the wait of a write holds up the device only.)"""
         if self._streams:
             self._streams["out"].synchronize()
 
     def _copy(self, to: torch.Tensor, of: torch.Tensor, way: str, *, to_be_read: bool = False) -> Wait:
-        """What waits for the copy: the device, or the host where it is `to_be_read` there."""
+        """Start a copy; return the function that waits for it: on CUDA it lets the device wait, or the host if
+        `to_be_read` there.
+        """
         if self._threads is not None:
             done = self._threads.submit(_copied, to, of)
             return lambda: (done.result(), None)[1]
@@ -77,5 +81,5 @@ class HostMemory:
 
 @torch.inference_mode()
 def _copied(to: torch.Tensor, of: torch.Tensor) -> None:
-    """(Values may be made in inference mode, which is another thread's own.)"""
+    """Copy in inference mode: values may be made in that mode, which each thread has for itself."""
     to.copy_(of)

@@ -1,7 +1,7 @@
-"""Runs the operators of `zgraph.program.transfers_to_host`: which tier a value lies in, and what is on its way.
+"""Runs the operators of `zgraph.program.transfers_to_host`: finds a value's tier, and tracks transfers in flight.
 
-Programs name a tier by the key that it was opened under. What is under way is found by the address that it goes to, which is its
-own until its wait: a program holds it.
+Programs name a tier by the key under which it was opened. A transfer in flight is found by the address that it writes
+to: the program holds that memory until the wait, so the address is unique.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class Tier(Protocol):
-    """Where values lie when they are not on the device."""
+    """A place that stores values outside of the device."""
 
     def tensor(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor: ...
     def read(self, home: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, Wait]: ...
@@ -55,8 +55,10 @@ class Disk:
 
 
 class Tiers:
-    """What a plan offloads to, open while this lives; `keys` are what programs call the tiers by, `preflight` what was seen of the
-    disk. `away` bytes are to be there from the first step on. Raises `OffloadError` if the disk has no room for them."""
+    """The tiers that a plan offloads to, open while this lives. `keys` are their names in programs, `preflight` is the
+    disk's measurement. `away` bytes are stored there from the first step on. Raises `OffloadError` if the disk has no
+    room for them.
+    """
 
     def __init__(self, plan: Offload, device: torch.device, away: int) -> None:
         self.plan = plan
@@ -73,48 +75,52 @@ class Tiers:
         self.keys = {kind: register(kind, tier) for kind, tier in self._tiers.items()}
 
     def of(self, what: str) -> Tier | None:
-        """The tier of "activations", "optimizer" or "parameters"."""
+        """Return the tier of "activations", "optimizer" or "parameters"; None if the plan does not offload them."""
         kind = self.plan.tier(what)
         return None if kind is None else self._tiers[kind]
 
     def settle(self) -> None:
-        """Wait until what programs have written is there for the host to read."""
+        """Wait until the host can read what programs have written."""
         host = self._tiers.get("cpu")
         if isinstance(host, HostMemory):
             host.settle()
 
     def require(self, what: str, size: int) -> None:
-        """Raise `OffloadError` if the disk has no room for so many bytes of this kind."""
+        """Raise `OffloadError` if the disk has no room for `size` bytes of this kind."""
         tier = self.of(what)
         if isinstance(tier, Disk):
             tier.store.require(size)
 
     def reused(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, what comes from disk for this thread lands in memory of what came inside before and is gone."""
+        """Let this thread read from disk into memory of values that it read inside and that were freed since."""
         disk = self._tiers.get("nvme")
         return disk.store.reused() if isinstance(disk, Disk) else contextlib.nullcontext()
 
     def moved_bytes(self) -> tuple[int, int]:
-        """Bytes read from disk and written to it so far."""
+        """Return the bytes read from disk and written to it so far."""
         disk = self._tiers.get("nvme")
         return (disk.store.read_bytes, disk.store.written_bytes) if isinstance(disk, Disk) else (0, 0)
 
 
 _open: weakref.WeakValueDictionary[str, Tier] = weakref.WeakValueDictionary()
-_in_flight: dict[int, tuple[object, Wait]] = {}  # by address: whose it is (see `apart`), and what waits for it
+# by address: the owner (see `apart`), and the function that waits for it
+_in_flight: dict[int, tuple[object, Wait]] = {}
 _mine = threading.local()
 
 
 def register(kind: str, tier: Tier) -> str:
-    """Open a tier for programs; its key: the first of "nvme0", "nvme1", … that is free (equal code is so compiled once)."""
+    """Open a tier for programs, and return its key: the first of "nvme0", "nvme1", … that is free (so equal code is
+    compiled once).
+    """
     key = next(k for k in (f"{kind}{i}" for i in itertools.count()) if k not in _open)
     _open[key] = tier
     return key
 
 
 def tier_of(home: torch.Tensor, device: torch.device) -> Tier | None:
-    """The tier that moves a tensor between its home and `device`: its disk, else a tier of the host's memory for that device,
-    None where there is none."""
+    """Return the tier that moves a tensor between its home and `device`: its disk, else the host's memory for that
+    device; None if neither is open.
+    """
     tiers = list(_open.values())
     disk = next((t for t in tiers if isinstance(t, Disk) and t.store.holds(home)), None)
     ends = (device, home.device)
@@ -123,7 +129,9 @@ def tier_of(home: torch.Tensor, device: torch.device) -> Tier | None:
 
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
-    """Moves that this thread starts inside are its own: programs that fail elsewhere leave them alone, and the reverse."""
+    """Give the transfers that this thread starts inside an owner of their own: programs that fail elsewhere leave them
+    alone, and the reverse.
+    """
     _mine.owner = object()
     try:
         yield
@@ -132,7 +140,7 @@ def apart() -> Iterator[None]:
 
 
 def in_flight() -> int:
-    """Moves that nobody has waited for yet."""
+    """Return the number of transfers that nobody has waited for yet."""
     return len(_in_flight)
 
 
@@ -186,11 +194,11 @@ def _flies(to: torch.Tensor, wait: Wait) -> None:
 
 
 def _arrived() -> None:
-    """What is there already."""
+    """Return at once: the value has arrived already."""
 
 
 def _abandon() -> None:
-    """A program has failed: what it had on its way lands, and is forgotten."""
+    """Wait for the transfers of a program that has failed, and forget them."""
     for to, (owner, wait) in list(_in_flight.items()):
         if owner is getattr(_mine, "owner", None) and _in_flight.pop(to, None) is not None:
             with contextlib.suppress(Exception):

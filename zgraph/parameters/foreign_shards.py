@@ -1,5 +1,6 @@
-"""Shards of another rank are refused where they are loaded: rank 0's file, read by all, would give each rank the rows of rank 0. Whole tensors are
-refused for weights that are divided, by a sentence in place of torch's."""
+"""Refuses shards of another rank when they are loaded: rank 0's file, read by all ranks, would give each the rows of
+rank 0. Whole tensors for weights that are sharded are refused too, with a clearer error than torch's.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from zgraph.torch_compat.dtensors import shard_of_another_rank
 
 
 def refuse_foreign(tensors: Mapping[str, Any]) -> None:
-    """Raise `ModelError` if one of these is a shard that another rank has pickled."""
+    """Raise `ModelError` if one of these tensors is a shard that another rank has pickled."""
     for name, value in tensors.items():
         theirs = shard_of_another_rank(value)
         if theirs is not None:
@@ -27,7 +28,9 @@ def refuse_foreign(tensors: Mapping[str, Any]) -> None:
 
 
 def watch_loads(model: nn.Module) -> None:
-    """Let `load_state_dict` of a model, and of each module in it, refuse shards of other ranks and whole tensors before anything is loaded."""
+    """Let `load_state_dict` of a model, and of each module in it, refuse shards of other ranks and whole tensors before
+    anything is loaded.
+    """
     for module in model.modules():
         if not any(getattr(h, "hook", None) is _before_load for h in module._load_state_dict_pre_hooks.values()):
             module.register_load_state_dict_pre_hook(_before_load)
@@ -37,7 +40,7 @@ def _before_load(
     module: nn.Module, state_dict: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any], *rest: Any
 ) -> None:
     refuse_foreign({n: v for n, v in state_dict.items() if n.startswith(prefix)})
-    if metadata.get("assign_to_params_buffers"):  # (what is assigned has to fit at the next call)
+    if metadata.get("assign_to_params_buffers"):  # (an assigned tensor is checked at the next call)
         return
     for key, param in module._parameters.items():
         value = state_dict.get(prefix + key)

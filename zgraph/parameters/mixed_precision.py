@@ -1,7 +1,8 @@
-"""Mixed precision on the user's own module: dtypes of its parameters and buffers, modules that stay in float32.
+"""Applies mixed precision to the user's own module: dtypes of its parameters and buffers, and modules that stay in
+float32.
 
-What programs cast (weights before their gather, gradients before their reduction, inputs and outputs) is said in
-`ParamSpec` and done by capture and passes. Here is what is done to the module itself, once, when it is compiled.
+What programs cast (weights before their gather, gradients before their reduction, inputs and outputs) is recorded in
+`ParamSpec` and done by capture and passes. This file has what is done to the module itself, once, when it is compiled.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from zgraph.program.program import ParamSpec
 
 
 def with_precision(spec: ParamSpec, precision: Precision, stays: Collection[str]) -> ParamSpec:
-    """A parameter's dtypes; `stays` are the modules that compute in float32. Only floating-point parameters of 16 or 32 bits take part."""
+    """Return a parameter's layout with its dtypes; `stays` are the modules that compute in float32. Only floating-point
+    parameters of 16 or 32 bits change.
+    """
     if spec.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return spec
     if precision.compute is None and precision.parameter is None and precision.reduce is None:
@@ -42,7 +45,11 @@ def with_precision(spec: ParamSpec, precision: Precision, stays: Collection[str]
 
 
 def stays_fp32(module: nn.Module, precision: Precision) -> set[str]:
-    """The modules that compute in float32, by all of their names: where a pattern matches one, one above it, or a parameter of its own.
+    """Return the modules that compute in float32, by all of their names: those for which a pattern matches the module,
+    one above it, or a parameter of its own.
+
+    A norm whose running statistics stay in float32 computes in it too, since torch has no operator for the mixture; so
+    does each module that shares a parameter with one of these, since a tied parameter has one dtype.
 
     So does a norm with running statistics that stay in float32, since torch has no operator for such a mixture; and each module that has
     a parameter of another such one, since a parameter that is tied has one dtype.
@@ -78,7 +85,7 @@ def check(module: nn.Module, precision: Precision, specs: dict[str, ParamSpec]) 
 
 
 def faults_of(module: nn.Module, precision: Precision, specs: dict[str, ParamSpec]) -> Iterator[PlanError]:
-    """Each pattern of `keep_fp32` that matches nothing."""
+    """Yield an error for each pattern of `keep_fp32` that matches nothing."""
     fitting = without_faults(module, precision).keep_fp32
     for pattern in precision.keep_fp32:
         if pattern not in fitting:
@@ -90,14 +97,16 @@ def faults_of(module: nn.Module, precision: Precision, specs: dict[str, ParamSpe
 
 
 def without_faults(module: nn.Module, precision: Precision) -> Precision:
-    """The precision with those patterns of `keep_fp32` that match something."""
+    """Return the precision with only those patterns of `keep_fp32` that match something."""
     names = [*module_names(module), *(n for every in parameter_names(module).values() for n in every)]
     fitting = tuple(p for p in precision.keep_fp32 if matches(names, [p]))
     return precision.model_copy(update={"keep_fp32": fitting})
 
 
 def prepare(module: nn.Module, precision: Precision, specs: dict[str, ParamSpec]) -> contextlib.ExitStack:
-    """Cast buffers, and let the modules that stay in float32 take and give what the others compute in.
+    """Cast buffers, and let the modules that stay in float32 cast their inputs to it and their outputs back.
+
+    Closing the returned stack (or leaving a `with` block around it) restores the module.
 
     Where what it returns is closed (or a `with` block around it ends), the module is as it was.
     """
@@ -124,7 +133,7 @@ def prepare(module: nn.Module, precision: Precision, specs: dict[str, ParamSpec]
 
 
 def release(module: nn.Module) -> None:
-    """Take away what lets modules stay in float32 (see `prepare`)."""
+    """Remove the hooks that let modules stay in float32 (see `prepare`)."""
     for child in module.modules():
         for hooks in (child._forward_pre_hooks, child._forward_hooks):
             for key in [k for k, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), _Cast)]:
@@ -133,7 +142,7 @@ def release(module: nn.Module) -> None:
 
 
 class _Cast:
-    """Hooks that cast floating-point tensors among a module's arguments, or its result."""
+    """The hooks that cast floating-point tensors among a module's arguments, or in its result."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -149,7 +158,9 @@ class _Cast:
 
 
 def refuse_overflow(module: nn.Module, precision: Precision) -> list[str]:
-    """The parameters of this rank that float16 can't hold: infinite, no number, or above 65504."""
+    """Return the parameters of this rank that float16 can't represent: infinite, NaN, or above 65504. Return [] unless
+    the plan computes in float16.
+    """
     if (precision.compute or precision.parameter) != "float16":
         return []
     largest = torch.finfo(torch.float16).max

@@ -1,8 +1,9 @@
-"""Count the steps that torch's optimizers make on sharded parameters.
+"""Counts the steps that torch's optimizers make on sharded parameters.
 
-A foreach operator on DTensors bumps the version of none of them, so nothing on a parameter tells that an optimizer has stepped. Nor is there
-an event on a parameter when an optimizer takes it: one may be made, or given a parameter group, at any time. What torch offers is a hook on
-the steps of all optimizers. It is there only while a sharded model is, and changes nothing for optimizers without parameters of one.
+A foreach operator on DTensors bumps no version, so nothing on a parameter shows that an optimizer has stepped. Nor does
+a parameter learn that an optimizer takes it: an optimizer may be made, or given a parameter group, at any time. What
+torch offers is a hook on the steps of all optimizers. It is registered only while a sharded model lives, and changes
+nothing for optimizers without parameters of one.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-_STEPS = "_zgraph_steps"  # in the __dict__ of a sharded parameter: the steps that torch's optimizers have made on it
+_STEPS = "_zgraph_steps"  # in the __dict__ of a sharded parameter: steps of torch's optimizers on it
 
 
 def steps_on(param: torch.Tensor) -> int:
-    """How many steps torch's optimizers have made on a parameter since it was first counted."""
+    """Return how many steps torch's optimizers have made on a parameter since it was first counted."""
     return int(param.__dict__.get(_STEPS, 0))
 
 
 def count_steps_on(param: torch.Tensor) -> None:
-    """Let the steps on a parameter be counted, while a model is watched (see `watch_optimizers`)."""
+    """Count the steps on a parameter, while a model is watched (see `watch_optimizers`)."""
     param.__dict__.setdefault(_STEPS, 0)
 
 

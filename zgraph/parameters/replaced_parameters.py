@@ -1,8 +1,9 @@
-"""Parameters that a compiled model no longer has, though something of the user's may still hold them.
+"""Makes parameters that a compiled model has replaced refuse their use, since user code may still hold them.
 
-A sharded parameter is another object than the one that the model was built with. An optimizer that was made before, or a list of
-parameters that the user has kept, holds the old one: it gets no gradient, so nothing would be trained, in silence. So the old object
-is made one that refuses whatever an optimizer, a clipping function or a hook does first. Its values can still be read.
+A sharded parameter is another object than the one that the model was built with. An optimizer that was made before, or
+a list of parameters that the user has kept, holds the old one: it gets no gradient, so nothing would be trained, in
+silence. So the old object refuses whatever an optimizer, a clipping function or a hook does first. Its values can still
+be read.
 """
 
 from __future__ import annotations
@@ -15,17 +16,15 @@ from torch import nn
 from zgraph.errors import ModelError, StepError
 from zgraph.torch_compat import guards, tensor_hooks
 
-_REASON = (
-    guards.REPLACED
-)  # in the __dict__ of a replaced parameter: (what was done to the model, why it is no longer the model's)
+_REASON = guards.REPLACED  # in the __dict__ of a replaced parameter: (what was done to the model, why it was replaced)
 
 
 class ReplacedParameter(nn.Parameter):
-    """What the object becomes that a model's parameter was. Raises `StepError` where it is used as if it still were."""
+    """The class that a replaced parameter gets. Raises `StepError` if it is used as if it still were the model's."""
 
     @property
     def grad(self) -> Any:
-        """Raise `StepError`: the model's gradients are at the parameter that took its place."""
+        """Raise `StepError`: gradients are at the parameter that replaced this one."""
         _refuse(self)
 
     @grad.setter
@@ -43,7 +42,7 @@ def _refuse(param: torch.Tensor, *args: Any, **kwargs: Any) -> NoReturn:
 
 
 def _writes(name: str) -> bool:
-    """Whether this is a method of tensors that writes to them, or waits for their gradients."""
+    """Return whether a method of tensors, by its name, writes to them."""
     in_place = name.endswith("_") and not name.startswith("_")
     return in_place or (name.startswith("__i") and hasattr(torch.Tensor, "__" + name[3:]))
 
@@ -54,7 +53,9 @@ for _name in dir(torch.Tensor):
 
 
 def replaced(old: nn.Parameter, fresh: nn.Parameter, done: str, why: str) -> None:
-    """Let `fresh` be what `old` was: with its attributes and its hooks. `old` refuses to be used from now on, and says what was `done`."""
+    """Replace `old` by `fresh`, which gets its attributes and hooks. From now on `old` refuses to be used, with what
+    was `done` in its error.
+    """
     fresh.__dict__.update(old.__dict__)
     tensor_hooks.move_hooks(old, fresh)
     old.__dict__[_REASON] = done, why
@@ -63,8 +64,10 @@ def replaced(old: nn.Parameter, fresh: nn.Parameter, done: str, why: str) -> Non
 
 
 def refuse_unmovable(model: nn.Module, *, replaces: bool, in_stages: bool) -> None:
-    """Raise `ModelError` for what hangs on a parameter and would be lost in silence: where it is replaced by its shard (`replaces`) a
-    gradient, or a hook over several parameters; in a pipeline (`in_stages`), whose backward is not autograd's, any hook."""
+    """Raise `ModelError` for what is attached to a parameter and would be lost in silence. If a shard replaces it
+    (`replaces`): a gradient, or a hook over several parameters. In a pipeline (`in_stages`), whose backward is not
+    autograd's: any hook.
+    """
     for name, param in model.named_parameters():
         if in_stages and tensor_hooks.has_hooks(param):
             raise _hook_in_stages(name)
@@ -83,7 +86,7 @@ def refuse_unmovable(model: nn.Module, *, replaces: bool, in_stages: bool) -> No
 
 
 def refuse_hooks(params: dict[str, nn.Parameter]) -> None:
-    """Raise `ModelError` for a hook of a parameter of a model in stages."""
+    """Raise `ModelError` if a parameter of a model in stages has a hook."""
     for name, param in params.items():
         if tensor_hooks.has_hooks(param):
             raise _hook_in_stages(name)

@@ -1,4 +1,4 @@
-"""Parameters as shards on the user's own module: layouts, cutting, and materialising a model from the meta device.
+"""Shards the parameters of the user's own module: layouts, cutting, and initialising a model on the meta device.
 
 A sharded parameter is a plain `DTensor` under its own name, `Shard(0)` as torch cuts (uneven sizes included). Its local
 tensor is a view of a buffer padded to the rows that every rank has, so programs are the same on every rank.
@@ -48,7 +48,11 @@ def layout(
     home: str | None = None,
     least_bytes: int = 0,
 ) -> dict[str, ParamSpec]:
-    """How each parameter is laid out, by name (a tied one under its first name), in which dtypes, and where.
+    """Return each parameter's layout by name (a tied one under its first name): its division over ranks, dtypes and
+    tier.
+
+    Scalars, empty parameters and those with fewer than `persistence_threshold` elements stay whole. Parts of at least
+    `least_bytes` are stored in `home`.
 
     Scalars, empty parameters and those with fewer than `persistence_threshold` elements stay whole. Parts of
     `least_bytes` and more lie in `home`.
@@ -80,13 +84,15 @@ def layout(
 
 
 def planned_layout(module: nn.Module, mesh: dict[str, int], plan: Plan) -> dict[str, ParamSpec]:
-    """The layout that a plan says, on a mesh of these sizes."""
+    """Return the layout of a plan, on a mesh of these sizes."""
     home, precision = plan.offload.tier("parameters"), plan.resolved_precision()
     return layout(module, mesh, plan.zero, plan.param_persistence_threshold, precision, home, plan.offload.least_bytes)
 
 
 def _dense_stride(param: torch.Tensor, name: str) -> tuple[int, ...]:
-    """The strides that the whole parameter has in programs: its own where its rows lie in memory one after another."""
+    """Return the strides of the whole parameter in programs: its own if its rows follow each other densely in memory,
+    else contiguous ones.
+    """
     stride = param.stride()
     order = sorted(range(param.dim()), key=lambda d: (-stride[d], d))
     expected, ok = 1, True
@@ -100,24 +106,24 @@ def _dense_stride(param: torch.Tensor, name: str) -> tuple[int, ...]:
 
 
 def row_by_row(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor of this shape."""
+    """Return the strides of a contiguous tensor of this shape."""
     return tuple(torch.empty(tuple(shape), device="meta").stride())
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's own part of a tensor, which is all of it unless it is a DTensor; below autograd."""
+    """Return the local part of a DTensor, below autograd; another tensor as it is."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def detached(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor.detach()`, of a DTensor in a tenth of the time."""
+    """Return `tensor.detach()`, for a DTensor in a tenth of the time."""
     if isinstance(tensor, DTensor):
         return dtensors.dtensor(tensor._local_tensor.detach(), tensor._spec)
     return tensor.detach()
 
 
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
-    """One integer of a tensor's bits: exact, in whatever order they are added, and moved values change it."""
+    """Return an integer hash of a tensor's bits: exact in any order of summation, and sensitive to moved values."""
     tensor = bits(tensor)
     total = torch.sum(tensor, dtype=torch.int64)
     for dim in range(tensor.dim() if tensor.numel() else 0):
@@ -131,18 +137,18 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def differ(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Whether two tensors of one shape and dtype differ in any bit: a 0-dim bool, on their device."""
+    """Return whether two tensors of one shape and dtype differ in any bit: a 0-dim bool, on their device."""
     one, other = bits(one.detach()), bits(other.detach())
     if one.device.type != "cpu":
         return (one != other).any()
     words = [t.reshape(-1) for t in (one, other)]
-    if all(t.nbytes % 8 == 0 and t.data_ptr() % 8 == 0 for t in words):  # (a third of the time)
+    if all(t.nbytes % 8 == 0 and t.data_ptr() % 8 == 0 for t in words):  # (takes a third of the time)
         words = [t.view(torch.int64) for t in words]
     return torch.tensor(not torch.equal(*words))
 
 
 def words_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's bits as integers: the widest ones that they fill, where it is large."""
+    """Return a tensor's bits as integers: of 64 bits, if it is large and they fit."""
     found = bits(tensor.detach())
     if found.nbytes % 8 == 0 and found.nbytes > 4096 and found.is_contiguous():
         return found.view(-1).view(torch.int64)
@@ -151,10 +157,10 @@ def words_of(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Sums:
-    """Gradients that are there, and what a backward adds `to` them: by one operator for all."""
+    """Gradients, and what a backward adds to them, all with one operator."""
 
-    to: list[torch.Tensor] = field(default_factory=list)
-    added: list[torch.Tensor] = field(default_factory=list)
+    to: list[torch.Tensor] = field(default_factory=list)  # gradients that are added to
+    added: list[torch.Tensor] = field(default_factory=list)  # what is added to each
 
     def add(self) -> None:
         if self.to:
@@ -164,37 +170,37 @@ class Sums:
 
 @dataclass
 class Shards:
-    """The parameters of one compiled module: their layouts, and each sharded one's padded buffer.
+    """The parameters of one compiled module."""
 
-    `mesh` is None in one process without a process group: parameters are plain tensors then. `pending` names what a
-    model on the meta device could not initialise itself and must be loaded before the first run. `home` is the tier of those
-    whose layout says that they have one.
-    """
-
-    module: nn.Module
-    specs: dict[str, ParamSpec]
-    mesh: DeviceMesh | None
-    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    module: nn.Module  # the user's module
+    specs: dict[str, ParamSpec]  # each parameter's layout, by name
+    mesh: DeviceMesh | None  # None in one process without a process group; parameters are plain tensors then
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # each sharded parameter's padded buffer
+    # tensors of a model from the meta device that it could not initialise: to be loaded before the first run
     pending: set[str] = field(default_factory=set)
-    home: Tier | None = None
-    elsewhere: frozenset[str] = frozenset()  # those of other stages, on the meta device
+    home: Tier | None = None  # the tier of parameters whose layout has one
+    elsewhere: frozenset[str] = frozenset()  # parameters of other stages, on the meta device
+    # the module's parameters, as they were last looked up
     _params: dict[str, nn.Parameter] = field(default_factory=dict)
-    _updates: dict[str, int] = field(default_factory=dict)
-    _homes: dict[str, int] = field(default_factory=dict)  # addresses of whole parameters that lie elsewhere
-    _places: dict[str, int] = field(default_factory=dict)  # this rank's, by mesh dimension
-    _layouts: dict[tuple[str, torch.dtype, bool], Any] = field(default_factory=dict)  # of gradients
+    _updates: dict[str, int] = field(default_factory=dict)  # how often programs have written each parameter
+    _homes: dict[str, int] = field(default_factory=dict)  # addresses of whole parameters that are stored in `home`
+    _places: dict[str, int] = field(default_factory=dict)  # this rank's position, by mesh dimension
+    # DTensor layouts of gradients, by (name, dtype, whether it is partial)
+    _layouts: dict[tuple[str, torch.dtype, bool], Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.mesh is not None:
             watch_optimizers(self)
 
     def params(self) -> dict[str, nn.Parameter]:
-        """The module's parameters by name, as they are now."""
+        """Return the module's parameters by name, as they were last looked up."""
         return self._params
 
     def refresh(self) -> Registered:
-        """Look the module's parameters up again (they may have been replaced, by `load_state_dict(assign=True)` say). Raises `ModelError` if
-        they are others, or of another form: programs read them by that which they had. Gives what the module has registered."""
+        """Look up the module's parameters again (`load_state_dict(assign=True)` may have replaced them), and return
+        what the module has registered. Raises `ModelError` if their names or forms differ from those that programs were
+        compiled for.
+        """
         found = self.look_up()
         if self._params.keys() != self.specs.keys():
             gone, new = (
@@ -219,7 +225,7 @@ class Shards:
         return found
 
     def look_up(self) -> Registered:
-        """Note the module's parameters as they are now; gives what it has registered."""
+        """Look up the module's parameters, and return what the module has registered."""
         found = registered(self.module)
         self._params = found.parameters
         if self.mesh is not None:
@@ -228,7 +234,9 @@ class Shards:
         return found
 
     def _other_form(self, spec: ParamSpec, param: nn.Parameter) -> tuple[str, str] | None:
-        """(what it is, what its layout says) where a parameter has another dtype, shape or strides than that."""
+        """Return (what a parameter is, what its layout says) if its dtype, shape, device or strides differ from its
+        layout; else None.
+        """
         if param.dtype is not spec.dtype:
             return str(param.dtype).removeprefix("torch."), str(spec.dtype).removeprefix("torch.")
         if param.shape != spec.whole_shape:
@@ -249,22 +257,24 @@ class Shards:
         return None
 
     def local(self, name: str) -> torch.Tensor:
-        """What a program takes for a parameter: its padded shard, or the whole where it is not sharded."""
+        """Return what a program takes for a parameter: its padded shard, or the whole if it is not sharded."""
         mine = self._mine(name)
         padded = self.buffers.get(name)
         if padded is None or mine.numel() == padded.numel():
             return mine
-        if mine.numel() and mine.data_ptr() != padded.data_ptr():  # replaced by the user: not padded
+        # (the user has replaced it by a tensor without padding)
+        if mine.numel() and mine.data_ptr() != padded.data_ptr():
             padded[: mine.shape[0]].copy_(mine)
         return padded
 
     def _mine(self, name: str) -> torch.Tensor:
-        """This rank's rows, without padding; a write to them is one to the parameter."""
+        """Return this rank's rows of a parameter, without padding; a write to them writes to the parameter."""
         param = self._params[name]
         return local_of(param).detach()
 
     def version(self, name: str) -> tuple[int, ...]:
-        """Changes when the parameter's value may have: by an in-place operator, or by an optimizer.
+        """Return a version that changes whenever the parameter's value may have: by an in-place operator, an optimizer,
+        or a program.
 
         (An operator on a DTensor counts on the DTensor, not inside; a foreach operator on DTensors counts nowhere, so
         optimizers' steps are counted here.)
@@ -280,22 +290,23 @@ class Shards:
         )
 
     def count_update(self, names: Sequence[str]) -> None:
-        """These parameters' values have changed by a program, which torch does not count."""
+        """Count a program's write to these parameters, which torch does not count."""
         for name in names:
             self._updates[name] = self._updates.get(name, 0) + 1
 
     def keep_wide_gradients(self) -> None:
-        """Let `.grad` have the dtype that programs give, where autograd would round it to a low parameter's."""
+        """Let `.grad` have the dtype that programs return, if autograd would round it to a parameter's narrower one."""
         for name, param in self._params.items():
             wide = self.specs[name].grad_dtype
             if wide is not param.dtype:
-                grad, param.grad = param.grad, None  # torch takes another dtype only where there is none
+                grad, param.grad = param.grad, None  # torch takes another dtype only if there is no gradient
                 param.grad_dtype = wide
                 param.grad = grad.to(wide) if grad is not None else None
 
     def local_gradient(self, name: str, home: str | None = None) -> torch.Tensor:
-        """What an update program takes for a parameter's gradient: its local tensor in the layout of `local(name)`, on the host if it
-        comes in from a `home`."""
+        """Return what an update program takes for a parameter's gradient: its local tensor in the layout of
+        `local(name)`, on the host if the program fetches it from a `home`.
+        """
         grad = self._params[name].grad
         assert grad is not None
         spec = self.specs[name]
@@ -311,7 +322,7 @@ class Shards:
         return padded
 
     def write_gradient(self, name: str, value: torch.Tensor) -> None:
-        """Give `.grad` the numbers that a program wrote into `value`, which `local_gradient` may have made as a copy."""
+        """Write to `.grad` what a program wrote into `value`, which `local_gradient` may have made as a copy."""
         grad = self._params[name].grad
         assert grad is not None
         mine = where_it_lies(local_of(grad))
@@ -319,14 +330,16 @@ class Shards:
             mine.copy_(value[: mine.shape[0]] if self.specs[name].shard_dim is not None else value)
 
     def differences(self, whole: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-        """For each of these whole parameters a 0-dim bool: whether this rank's rows are other bits than its shard as it is now."""
+        """Return for each of these whole parameters a 0-dim bool: whether this rank's rows differ in any bit from its
+        current shard.
+        """
         found = (
             differ(mine, self._mine(n).to(mine.dtype)) for n, v in whole.items() if (mine := self.mine_of(n, v)).numel()
         )
         return list(found)
 
     def mine_of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of a whole parameter."""
+        """Return this rank's rows of a whole parameter (of its part along a divided dimension)."""
         spec = self.specs[name]
         if spec.shard_dim is None:
             return whole
@@ -334,11 +347,11 @@ class Shards:
         return whole[first : first + self.rows(spec)]
 
     def own_part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """What this rank holds of a parameter as the user's model has it, in the shape of its local tensor."""
+        """Return this rank's part of a whole parameter of the user's model, in the shape of its local tensor."""
         return self.mine_of(name, self._divided(self.specs[name], whole) if self.mesh is not None else whole)
 
     def equals(self, name: str, words: torch.Tensor, dtype: torch.dtype) -> bool:
-        """Whether this rank's rows, in this dtype, have these bits (see `words_of`)."""
+        """Return whether this rank's rows, cast to this dtype, have these bits (see `words_of`)."""
         mine = local_of(self._params[name])
         if mine.dtype is not dtype:
             mine = mine.to(dtype)
@@ -349,7 +362,7 @@ class Shards:
         return [_placement(spec, dim) for dim in names or ()]
 
     def rows(self, spec: ParamSpec) -> int:
-        """The rows of this rank's shard without padding."""
+        """Return the number of rows of this rank's shard, without padding."""
         return max(0, min(spec.rows, spec.shape[0] - spec.rows * self.index(spec)))
 
     def index(self, spec: ParamSpec) -> int:
@@ -359,9 +372,11 @@ class Shards:
         return self._places[spec.shard_dim]
 
     def accumulate(self, name: str, value: torch.Tensor, sums: Sums, *, partial: bool) -> torch.Tensor | None:
-        """Let a parameter's `.grad` have what a program gave, in place of autograd, which would run some DTensor operators for each: the first is
-        it from then on, others are `sums` to be added. Else gives the gradient, for autograd to add: where the parameter has hooks, or what
-        is there has another dtype, layout or placement."""
+        """Set or add to a parameter's `.grad` in place of autograd, which would run some DTensor operators for each,
+        and return None. The first gradient becomes `.grad`; later ones are put into `sums`, to be added. Return the
+        gradient, for autograd to add, if the parameter has hooks, or its `.grad` has another dtype, layout or
+        placement.
+        """
         param = self._params[name]
         there = param.grad
         if self.mesh is None or has_hooks(param):
@@ -390,8 +405,9 @@ class Shards:
         return value if rows == value.shape[0] else value[:rows]
 
     def gradient(self, name: str, value: torch.Tensor, *, partial: bool = False) -> torch.Tensor:
-        """A program's gradient in the form of its parameter: on its device, without padding, as a DTensor. With `partial` it is whole on
-        each rank, and not reduced yet."""
+        """Return a program's gradient in the form of its parameter: on its device, without padding, as a DTensor. With
+        `partial` it is whole on each rank, and not reduced yet.
+        """
         spec = self.specs[name]
         value = self._without_padding(name, value, partial=partial)
         device = local_of(self._params[name]).device
@@ -409,8 +425,9 @@ class Shards:
         return dtensors.dtensor(value, self._layouts[key])
 
     def shown(self, name: str, value: torch.Tensor, *, of_rows: bool = False) -> torch.Tensor:
-        """What a program keeps for a parameter, in the form of the parameter: with its rows, as a DTensor cut like it. Behind its rows a `value`
-        of another shape is laid out flat; one that is `of_rows` is the same on the ranks that divide these.
+        """Return what a program keeps for a parameter in the form of the parameter: with its rows, as a DTensor cut
+        like it. If its other dimensions differ from the parameter's, it is contiguous; if it is `of_rows`, it is the
+        same on the ranks that divide the parameter's other dimensions.
 
         A `value` without such rows is shown as it is.
         """
@@ -429,7 +446,7 @@ class Shards:
         return DTensor.from_local(mine, self.mesh, where, run_check=False, shape=whole, stride=row_by_row(whole))
 
     def install(self, name: str, whole: torch.Tensor) -> nn.Parameter:
-        """Cut this rank's part out of a whole parameter; the module then holds the part under every name it had."""
+        """Cut this rank's part out of a whole parameter, and put it in the module under every name of the parameter."""
         spec = self.specs[name]
         old = self._params[name]
         memory = former_memory(self.module)
@@ -460,7 +477,7 @@ class Shards:
         return fresh
 
     def _part_of(self, name: str, whole: torch.Tensor) -> nn.Parameter:
-        """This rank's part of a whole parameter, as a parameter."""
+        """Return this rank's part of a whole parameter, as a parameter."""
         spec = self.specs[name]
         part = self._divided(spec, whole.detach())
         local = _restrided(part.clone(), spec.stride) if spec.shard_dim is None else self._cut(name, part)
@@ -476,7 +493,7 @@ class Shards:
         return nn.Parameter(sharded, requires_grad=spec.requires_grad)
 
     def offload_to_home(self, name: str) -> None:
-        """Let a parameter be on another rank: here it is on the meta device, under every name that it had."""
+        """Put a parameter that another rank stores on the meta device here, under every name that it had."""
         old, spec = self._params[name], self.specs[name]
         former_memory(self.module).note(name, old)
         made = torch.empty_strided(spec.whole_shape, spec.whole_stride, dtype=spec.dtype, device="meta")
@@ -487,7 +504,7 @@ class Shards:
         self._params[name] = fresh
 
     def adopt(self, twin: nn.Module) -> Shards:
-        """The same layouts for a deep copy of the module: its shards get padded buffers of their own."""
+        """Return the shards of a deep copy of the module: the same layouts, with padded buffers of their own."""
         if former_memory(self.module).is_read:
             raise UnsupportedError(
                 "a copy of a model that reads a parameter through another tensor in its memory",
@@ -509,7 +526,9 @@ class Shards:
         return other
 
     def fetch(self) -> None:
-        """Take whole parameters that the user has replaced (`load_state_dict(assign=True)`, `p.data = …`) to where they lie."""
+        """Move whole parameters that the user has replaced (`load_state_dict(assign=True)`, `p.data = …`) to their
+        tier.
+        """
         if self.home is not None:
             for name in self._params:
                 self._come_home(name)
@@ -529,7 +548,7 @@ class Shards:
         self._homes[name] = away.data_ptr()
 
     def _divided(self, spec: ParamSpec, whole: torch.Tensor) -> torch.Tensor:
-        """What this rank computes with, of a whole parameter."""
+        """Return the part of a whole parameter that this rank computes with under tensor parallelism."""
         if spec.division is None:
             return whole
         assert self.mesh is not None
@@ -546,13 +565,13 @@ class Shards:
         return padded[:rows]
 
     def _room(self, spec: ParamSpec, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-        """Zeros, row by row, where a parameter lies."""
+        """Return contiguous zeros in a parameter's tier, or on the device of `like`."""
         if spec.home is None or self.home is None:
             return like.new_zeros(tuple(shape))
         return self.home.tensor(shape, row_by_row(shape), like.dtype).zero_()
 
     def _away(self, spec: ParamSpec, whole: torch.Tensor) -> torch.Tensor:
-        """A whole parameter where it lies."""
+        """Return a copy of a whole parameter in its tier; itself if it has none."""
         if spec.home is None or self.home is None:
             return whole
         return self.home.tensor(whole.shape, whole.stride(), whole.dtype).copy_(whole)
@@ -567,8 +586,9 @@ def _placement(spec: ParamSpec, dim: str) -> Placement:
 
 
 def _parameter_mesh(mesh: DeviceMesh | None, specs: dict[str, ParamSpec]) -> DeviceMesh | None:
-    """The mesh that parameters lie on: a dimension that divides some comes first, since what it leaves is sharded over the others.
-    (A `DTensor` is cut by the dimensions of its mesh in their order, and plain `Shard`s say all of it then.)"""
+    """Return the mesh that parameters are sharded over. A dimension of tensor parallelism comes first, since its parts
+    are sharded over the others. (A `DTensor` is cut by its mesh's dimensions in order; so plain `Shard`s describe it.)
+    """
     first = {s.division.mesh_dim for s in specs.values() if s.division is not None}
     names = (mesh.mesh_dim_names or ()) if mesh is not None else ()
     order = sorted(range(len(names)), key=lambda i: names[i] not in first)
@@ -591,7 +611,7 @@ def _restrided(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
 
 
 def _refill(param: nn.Parameter, part: torch.Tensor) -> nn.Parameter:
-    """Let a parameter have these values, in their dtype and strides, and stay the object that optimizers hold."""
+    """Set a parameter's values, with their dtype and strides, and keep the object that optimizers hold."""
     if part.data_ptr() == param.data_ptr() and (part.stride(), part.dtype) == (param.stride(), param.dtype):
         return param
     grad, param.grad = param.grad, None
@@ -601,7 +621,7 @@ def _refill(param: nn.Parameter, part: torch.Tensor) -> nn.Parameter:
 
 
 def owners(module: nn.Module, param: torch.Tensor) -> list[tuple[dict[str, Any], str]]:
-    """Every place in the module that holds this parameter."""
+    """Return every (table, key) in the module that holds this parameter."""
     return [
         (child._parameters, key)
         for child in module.modules()
@@ -619,8 +639,9 @@ def shard(
     home: Tier | None = None,
     own: Collection[str] | None = None,
 ) -> Shards:
-    """Put each parameter's shard in its place, one parameter (on the meta device: one module) at a time. Of a model in stages `own` are those
-    of this rank; the others go to the meta device."""
+    """Replace each parameter by its shard, one parameter (on the meta device: one module) at a time. In a pipeline
+    `own` are the parameters of this rank; the others go to the meta device.
+    """
     shards = Shards(module, specs, _parameter_mesh(mesh, specs), home=home)
     shards.look_up()
     elsewhere = shards.elsewhere = frozenset() if own is None else frozenset(specs) - frozenset(own)
@@ -635,7 +656,10 @@ def shard(
 
 # -- the meta device ------------------------------------------------------------------------------------------------
 def _materialise(shards: Shards, device: torch.device, seed: int, elsewhere: Collection[str]) -> None:
-    """Initialise what is on the meta device through each module's own initialisation, and keep only shards.
+    """Initialise tensors on the meta device through each module's own initialisation, and keep only shards.
+
+    Every module is initialised whole on every rank, from a seed of its own, so the values depend neither on the world
+    size nor on the order of modules; the whole tensors live only until they are cut.
 
     Every module is made whole on every rank from a seed of its own, so the values depend neither on the world size
     nor on the order of modules; the whole lives only until it is cut.
@@ -643,12 +667,12 @@ def _materialise(shards: Shards, device: torch.device, seed: int, elsewhere: Col
     root = shards.module
     names = {id(p): n for n, p in shards.params().items()}
     own_init = getattr(root, "_init_weights", None)
-    scratch = _Scratch(device) if shards.mesh is not None else None  # (without a mesh the whole is what stays)
+    scratch = _Scratch(device) if shards.mesh is not None else None  # (without a mesh the whole tensor stays)
     for path, child in root.named_modules():
         params = {k: p for k, p in child._parameters.items() if p is not None and (p.is_meta or isinstance(p, DTensor))}
         if (
             params
-            and all(names.get(id(p)) in elsewhere for p in params.values())  # (no name: tied, and in its place already)
+            and all(names.get(id(p)) in elsewhere for p in params.values())  # (no name: tied, and replaced already)
             and not any(b is not None and b.is_meta for b in child._buffers.values())
         ):
             continue
@@ -696,7 +720,7 @@ def _materialise(shards: Shards, device: torch.device, seed: int, elsewhere: Col
 
 
 class _Scratch:
-    """Memory for one module's whole parameters, used again for the next one's.
+    """Memory for one module's whole parameters, reused for the next module's.
 
     Allocated and freed in turn with the shards that stay, wholes would leave a heap of holes: glibc kept 1.3 GB where
     0.2 GB of shards were left (tests/parameters/test_meta.py).
@@ -707,7 +731,7 @@ class _Scratch:
         self._used = 0
 
     def reserve(self, nbytes: int) -> None:
-        """Start anew, with room for `nbytes`."""
+        """Start again, with room for `nbytes`."""
         self._used = 0
         if not nbytes <= self._bytes.numel() <= 4 * nbytes:
             device = self._bytes.device
@@ -715,7 +739,7 @@ class _Scratch:
             self._bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def take(self, like: torch.Tensor) -> torch.Tensor:
-        """A tensor of this type and layout, of any values."""
+        """Return a tensor of this type and layout, uninitialised."""
         room = self._bytes[self._used : self._used + like.numel() * like.element_size()]
         self._used += _padded_bytes(like)
         return room.view(like.dtype).as_strided(like.shape, like.stride(), room.storage_offset() // like.element_size())
@@ -726,7 +750,7 @@ def _padded_bytes(tensor: torch.Tensor) -> int:
 
 
 def _unset(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A real tensor of this type filled with a value that says "not initialised"."""
+    """Return a real tensor of this type, filled with a value that means "not initialised"."""
     made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
     return made.fill_(_sentinel(like.dtype))
 
@@ -741,12 +765,12 @@ def _is_unset(tensor: torch.Tensor) -> bool:
     if tensor.dtype is torch.bool or not tensor.numel():
         return False
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-        return bool(torch.isnan(tensor.sum()))  # (one number: no mask of the tensor's size)
+        return bool(torch.isnan(tensor.sum()))  # (one number, and no mask of the tensor's size)
     return bool((tensor.min() == _sentinel(tensor.dtype)).item())
 
 
 def still_unset(shards: Shards) -> Iterator[str]:
-    """The pending names whose values have not been loaded yet."""
+    """Yield the pending names whose values have not been loaded yet."""
     tensors = {**dict(shards.module.named_buffers()), **shards.params()}
     for name in sorted(shards.pending):
         held = tensors[name]
@@ -756,7 +780,7 @@ def still_unset(shards: Shards) -> Iterator[str]:
 
 
 def with_requires_grad(specs: dict[str, ParamSpec], params: dict[str, nn.Parameter]) -> dict[str, ParamSpec]:
-    """The layouts with what is frozen now."""
+    """Return the layouts with `requires_grad` as it is now."""
     return {
         n: s if s.requires_grad == params[n].requires_grad else replace(s, requires_grad=params[n].requires_grad)
         for n, s in specs.items()

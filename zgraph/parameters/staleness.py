@@ -1,8 +1,8 @@
-"""Are weights still what they were when something was made of them (a whole weight, a gather on its way)?
+"""Checks whether weights have changed since something was made from them (a whole weight, a gather in flight).
 
-Torch counts most changes (`Shards.version`), but neither a write through `.data` nor a foreach operator on DTensors. So bits
-are compared as well. On CPU the answer is there at once. On CUDA it is read at the next question, a step later, so that
-nothing waits for the device: a change behind torch's back is then an error that says so, on every rank.
+Torch counts most changes (`Shards.version`), but neither a write through `.data` nor a foreach operator on DTensors. So
+bits are compared as well. On CPU the answer is immediate. On CUDA it is read at the next check, a step later, so that
+nothing waits for the device: a change that torch did not count is then an error that says so, on every rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from zgraph.parameters.sharding import Shards
 
 
 class Unchanged:
-    """Answers for one kind of use, which `what` names in the error."""
+    """The checks for one use of weights, which `what` names in the error."""
 
     def __init__(self, shards: Shards, device: torch.device, what: str) -> None:
         self.shards = shards
@@ -30,16 +30,20 @@ class Unchanged:
     def changed(
         self, versions: dict[str, tuple[int, ...]], differ: Callable[[], Sequence[torch.Tensor]], *, again: bool
     ) -> int:
-        """Whether they have changed on this rank since these versions, by name: 1; 2 if that is the answer to the question before, and it was
-        too late. `differ` gives 0-dim bools on the device: which bits are not those that were used. Where one asks `again` at once, that is
-        left to the second time if the answer would not be there."""
+        """Return 0 if weights are unchanged on this rank since these versions, by name, 1 if they have changed, and 2
+        if the check before finds only now, too late, that they had. `differ` returns 0-dim bools on the device: whether
+        bits differ from those that were used. `again`: a second check follows at once, so on CUDA bits are left to that
+        one.
+        """
         if again and self.device.type == "cuda":
             return int(any(self.shards.version(name) != version for name, version in versions.items()))
         self._late = self._read()
         return 2 if self._late else int(not self._mine(versions, differ))
 
     def still(self, worst: int) -> bool:
-        """Whether they are as they were, where this is the worst that any rank has answered. Raises `StepError` if it was too late."""
+        """Return whether weights are unchanged on all ranks; `worst` is the largest answer of any rank. Raises
+        `StepError` if it is too late.
+        """
         if worst == 2:
             raise StepError(
                 f"weights were changed in a way that torch does not count, after {self.what}",
@@ -65,9 +69,9 @@ class Unchanged:
         return True
 
     def _read(self) -> bool:
-        """Whether the question before has turned out to have the answer no."""
+        """Return whether the check before has turned out to find changed bits."""
         if self._answer is None:
             return False
-        self._there.synchronize()  # (the device has long been given the next step)
+        self._there.synchronize()  # (the device was given the next step long ago)
         changed, self._answer = bool(self._answer), None
         return changed

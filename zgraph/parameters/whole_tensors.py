@@ -1,7 +1,8 @@
-"""Whole tensors of DTensors, many with one collective.
+"""Gathers whole tensors of DTensors, many with one collective.
 
-A DTensor whose rows are divided over one mesh dimension is gathered in a bucket with others: each rank lays its rows, padded to those that
-the first rank has, one after another, and one all-gather has them all. What is divided in another way (over `tp`) is gathered alone, by torch.
+A DTensor whose rows are divided over one mesh dimension is gathered in a bucket with others: each rank puts its rows,
+padded to the number that the first rank has, one tensor after another, and one all-gather collects them all. A tensor
+that is divided in another way (over `tp`) is gathered alone, by torch.
 """
 
 from __future__ import annotations
@@ -18,15 +19,14 @@ from torch.distributed.tensor import DTensor, Shard
 
 from zgraph.parameters.sharding import local_of
 
-BUCKET = 256 << 20
-"""Bytes that a bucket's gather may hold by default."""
+BUCKET = 256 << 20  # bytes that a bucket, what is sent of it and its whole tensors take by default
 
 
 class Wanted(NamedTuple):
-    """A tensor, and the dtype that its whole is to have."""
+    """A tensor to gather."""
 
-    tensor: torch.Tensor
-    dtype: torch.dtype
+    tensor: torch.Tensor  # a DTensor, or a plain tensor
+    dtype: torch.dtype  # of the whole tensor
 
     @property
     def nbytes(self) -> int:
@@ -35,15 +35,15 @@ class Wanted(NamedTuple):
 
 @dataclass(frozen=True)
 class _Rows:
-    """How a tensor's rows are divided: over which mesh dimension, how many each rank has with padding, and the order of dimensions in memory."""
+    """How a tensor's rows are divided."""
 
-    dim: int
-    count: int
-    order: tuple[int, ...]
+    dim: int  # the mesh dimension that divides them
+    count: int  # rows of each rank, with padding
+    order: tuple[int, ...]  # the tensor's dimensions in memory order, rows first
 
 
 def _rows(tensor: torch.Tensor) -> _Rows | None:
-    """None where it is divided otherwise, or not at all."""
+    """Return how a tensor's rows are divided; None if it is divided otherwise, or not at all."""
     if not isinstance(tensor, DTensor):
         return None
     mesh = tensor.device_mesh
@@ -56,8 +56,11 @@ def _rows(tensor: torch.Tensor) -> _Rows | None:
 
 
 def gathered(wanted: Iterable[Wanted], device: torch.device, max_bytes: int = BUCKET) -> Iterator[torch.Tensor]:
-    """The whole of each tensor, in order, on this device: plain tensors, of which those that are no DTensors or are whole already are the
-    very memory, if they have the dtype. All ranks must take them all.
+    """Yield the whole of each tensor, in order, on this device, as a plain tensor. One that is not divided is not
+    copied, if it has the device and dtype. All ranks must consume all of them.
+
+    A bucket, what is sent of it and its whole tensors take at most `max_bytes`; a single tensor that has more takes its
+    own size, and what this rank sends of it.
 
     A bucket, what is sent and its wholes take at most `max_bytes`; where a single tensor has more, that tensor, and what this rank sends of it.
     """
@@ -77,8 +80,9 @@ def _is_whole(tensor: DTensor) -> bool:
 
 
 def _buckets(wanted: Iterable[Wanted], max_bytes: int) -> Iterator[list[tuple[Wanted, _Rows | None]]]:
-    """What is gathered together: tensors of one mesh dimension and one dtype, in order. A third of the bytes is the bucket's: it is there beside
-    what is sent and the wholes."""
+    """Yield the tensors that are gathered together: of one mesh dimension and one dtype, in order. A bucket gets a
+    third of the bytes: beside it are what is sent and the whole tensors.
+    """
     bucket: list[tuple[Wanted, _Rows | None]] = []
     size, last = 0, None
     for item in wanted:
@@ -94,7 +98,7 @@ def _buckets(wanted: Iterable[Wanted], max_bytes: int) -> Iterator[list[tuple[Wa
 
 
 def _sent(item: Wanted) -> torch.dtype:
-    """The narrower of the two dtypes: a cast commutes with a gather."""
+    """Return the narrower of the two dtypes: a cast commutes with a gather."""
     held = item.tensor.dtype
     return item.dtype if item.dtype.itemsize < held.itemsize else held
 
@@ -102,7 +106,9 @@ def _sent(item: Wanted) -> torch.dtype:
 def _laid_out(
     bucket: Sequence[tuple[Wanted, _Rows]], sizes: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """This rank's rows of a bucket's tensors, one after another: the very memory of a single tensor that lies so."""
+    """Return this rank's rows of a bucket's tensors, one tensor after another; without a copy for a single tensor that
+    is stored so.
+    """
     if len(bucket) == 1:
         mine = local_of(bucket[0][0].tensor).detach().permute(bucket[0][1].order)
         if mine.dtype is dtype and mine.device == device and mine.is_contiguous() and mine.numel() == sizes[0]:
@@ -128,7 +134,7 @@ def _gather(bucket: Sequence[tuple[Wanted, _Rows]], device: torch.device) -> Ite
     for (item, rows), part in zip(bucket, parts, strict=True):
         shape = [item.tensor.shape[d] for d in rows.order]
         whole = part.reshape(ranks * rows.count, *shape[1:])[: shape[0]]  # (one of its own bucket is a view of it)
-        if len(bucket) > 1 and whole.data_ptr() == part.data_ptr():  # (a single number of each rank, say)
+        if len(bucket) > 1 and whole.data_ptr() == part.data_ptr():  # (if each rank has a single element, say)
             whole = whole.clone()
         inverse = sorted(range(len(shape)), key=rows.order.__getitem__)
         yield whole.permute(inverse).to(item.dtype)

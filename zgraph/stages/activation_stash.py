@@ -1,6 +1,6 @@
-"""The memory that a schedule's micro-batches take on each rank between their forwards and their backwards.
+"""Computes the memory that a schedule's micro-batches take on each rank between their forwards and backwards.
 
-It does not depend on how long actions take, only on the order in which a rank runs them.
+It depends only on the order in which a rank runs its actions, not on their durations.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ __all__ = ["stash"]
 
 
 def stash(schedule: Schedule, saved: Sequence[int], kept_for_weights: float = 1.0) -> tuple[int, ...]:
-    """For each rank the most bytes that its stages hold at once for their backwards.
+    """Return for each rank the most bytes that its stages keep at once for their backwards.
+
+    `saved` is what each stage saves for one micro-batch, in bytes: kept from its forward to the end of its backward. If
+    the backward is split into I and W, the share `kept_for_weights` of it, from 0 to 1, is kept between them.
 
     `saved` is what each stage saves for one micro-batch, in bytes: held from its forward to the end of its backward. Where that is I and W,
     the share `kept_for_weights` of it, from 0 to 1, is held between them.

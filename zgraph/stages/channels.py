@@ -1,9 +1,9 @@
-"""Point to point: what stages send each other, over process groups of the ranks along "pp".
+"""Sends values between stages, point to point, over process groups of the ranks along "pp".
 
-[Note: order] Between two ranks the messages of one direction are sent and received in one order, the sender's, which every rank knows
-from the schedule before anything runs. There is one group for each direction (towards later ranks, towards earlier ones): a receive that
-waits never stands in the way of a send. That is all that NCCL needs, whose transfers of a pair of ranks go through one queue for each
-group; over gloo the number of a message is its tag.
+[Note: order] Between two ranks the messages of one direction are sent and received in one order, the sender's, which
+every rank knows from the schedule before anything runs. There is one group for each direction (towards later ranks,
+towards earlier ones): a receive that waits never blocks a send. NCCL needs no more, since transfers of a pair of ranks
+go through one queue per group; over gloo the number of a message is its tag.
 """
 
 from __future__ import annotations
@@ -26,45 +26,47 @@ from zgraph.program.sizes import formula
 from zgraph.ranks import progress
 from zgraph.torch_compat import process_groups
 
-MOST_SIZES = 64  # of calls, that are remembered
-AHEAD = 2  # actions of this rank whose values are asked for before they run
+MOST_SIZES = 64  # sizes of calls whose transfers' shapes are cached
+AHEAD = 2  # actions of this rank, from the next one on, whose receives are started
 
 
 @dataclass(frozen=True)
 class Line:
-    """The ranks along "pp" that this one is among: their numbers by position, this rank's own position, and the groups for what goes to
-    later positions (that of all of them) and to earlier ones. `parts` are groups of some of them, by name ("pp[0,3]"). None of them is the
-    default group: what is shut after an error is not the user's."""
+    """The ranks along "pp" that this rank belongs to, with their process groups. None of these is the default group:
+    groups are shut after an error, and the default group is the user's.
+    """
 
-    ranks: tuple[int, ...]
-    position: int
-    up: Any
-    down: Any
-    parts: dict[str, Any]
+    ranks: tuple[int, ...]  # their numbers, by position
+    position: int  # this rank's own position
+    up: Any  # the group for messages to later positions, of all of the ranks
+    down: Any  # the group for messages to earlier positions, of all of the ranks
+    parts: dict[str, Any]  # groups of some of the ranks, by name ("pp[0,3]")
 
     @property
     def whole(self) -> Any:
-        """The group of them all."""
+        """The group of all of the ranks."""
         return self.up
 
     def groups(self) -> dict[str, str]:
-        """The names of their process groups, by the names that programs have."""
+        """Return the names of their process groups, by the groups' names in programs."""
         return {n: str(self.group(n).group_name) for n in (STAGE_DIM, *self.parts)}
 
     def group(self, name: str) -> Any:
-        """The process group of this name in programs."""
+        """Return the process group that has this name in programs."""
         return self.whole if name == STAGE_DIM else self.parts[name]
 
     def all_groups(self) -> list[Any]:
         return [self.up, self.down, *self.parts.values()]
 
     def between(self, source: int, target: int) -> Any:
-        """The group for what goes from one position to another."""
+        """Return the group for messages from one position to another."""
         return self.up if source < target else self.down
 
 
 def make_line(mesh: DeviceMesh, parts: Collection[str]) -> Line:
-    """The groups of all lines of the mesh, made by all ranks alike; those that this rank is in. `parts` names some positions of a line."""
+    """Make the groups of all lines of the mesh, and return the line of this rank. `parts` name groups of some positions
+    of a line. All ranks must call it.
+    """
     names = list(mesh.mesh_dim_names or ())
     at = names.index(STAGE_DIM)
     lines = mesh.mesh.movedim(at, -1).reshape(-1, mesh.size(at)).tolist()
@@ -85,29 +87,28 @@ def make_line(mesh: DeviceMesh, parts: Collection[str]) -> Line:
 
 @dataclass(frozen=True)
 class Message:
-    """One value of one micro-batch on its way between two positions; `number` counts those of the pair and direction. It is `made` by that
-    action of the source's row, and `read` by that of the target's."""
+    """One value of one micro-batch, on its way between two positions."""
 
-    transfer: Transfer
-    micro_batch: int
-    source: int
-    target: int
-    number: int
-    made: int
-    read: int
+    transfer: Transfer  # which value, from which stage to which
+    micro_batch: int  # its micro-batch
+    source: int  # the sender's position
+    target: int  # the receiver's position
+    number: int  # counts the messages of this pair and direction
+    made: int  # index of the action in the sender's row that produces it
+    read: int  # index of the action in the receiver's row that reads it
 
     def read_before(self, other: Message) -> bool:
-        """Whether it has arrived where the `other` one, which came from there, was made."""
+        """Return whether this message was read before `other`, which comes from the rank that read it, was produced."""
         return self.target == other.source and self.read <= other.made
 
 
 class Routes:
-    """What each action receives and sends, of one schedule and one cut, as this position sees it."""
+    """What each action of this position receives and sends, for one schedule and one cut."""
 
     def __init__(self, schedule: Schedule, transfers: Sequence[Transfer], position: int) -> None:
         self.incoming: dict[Action, list[Message]] = {}
         self.outgoing: dict[Action, list[Message]] = {}
-        self.order: dict[int, list[Message]] = {}  # by source: what comes from it, in order
+        self.order: dict[int, list[Message]] = {}  # by source: its messages to this position, in order
         readers = {
             (a.stage, a.micro_batch, a.kind is Kind.F): (at, a)
             for rank in range(schedule.ranks)
@@ -135,11 +136,11 @@ class Routes:
 
 
 Likes: TypeAlias = Mapping[Transfer, torch.Tensor]
-"""What each transfer is like in a call: shape, strides and dtype."""
+"""For each transfer an empty tensor with the shape, strides and dtype that it has in a call."""
 
 
 def likes_of(transfers: Sequence[Transfer], names: tuple[str, ...]) -> Callable[[tuple[int, ...]], Likes]:
-    """What transfers are like at sizes, by these names, that differ from call to call."""
+    """Return a function that gives, for sizes of a call (the sizes of these `names`), the shapes of the transfers."""
     if not names:
         fixed = {transfer: transfer.like for transfer in transfers}
         return lambda sizes: fixed
@@ -156,7 +157,7 @@ def likes_of(transfers: Sequence[Transfer], names: tuple[str, ...]) -> Callable[
 
 
 class Channels:
-    """The transfers of one step: asks for values before they are needed, and keeps what is sent until it has left."""
+    """The transfers of one step: starts receives before values are needed, and holds what is sent until it has left."""
 
     def __init__(self, line: Line, routes: Routes, device: torch.device, likes: Likes, heart: Any = None) -> None:
         self.line = line
@@ -166,18 +167,20 @@ class Channels:
         self.device = device
         self._asked: dict[Message, tuple[Any, torch.Tensor]] = {}
         self._next: dict[int, int] = {}
-        self._here: dict[tuple[int, str], torch.Tensor] = {}  # of stages on this rank
+        self._here: dict[tuple[int, str], torch.Tensor] = {}  # (sent from one stage to another on this rank)
         self._leaving: list[tuple[Any, torch.Tensor, Message]] = []
 
     def ask(self, actions: Iterable[Action]) -> None:
-        """Begin to receive what these actions, the next ones of this rank, need."""
+        """Start to receive what these actions, the next ones of this rank, need."""
         for action in actions:
             for message in self.routes.incoming.get(action, ()):
                 if message.source != message.target:
                     self._ask_until(message)
 
     def take(self, action: Action) -> dict[str, torch.Tensor]:
-        """What an action reads of other stages, by name; waits for it. Raises `CollectiveError` where a rank is gone."""
+        """Wait for what an action reads from other stages, and return it by name. Raises `CollectiveError` if a rank is
+        gone.
+        """
         found = {}
         for message in self.routes.incoming.get(action, ()):
             name = message.transfer.name
@@ -192,7 +195,9 @@ class Channels:
         return found
 
     def _let_go(self, came: Message) -> None:
-        """Let go of what a rank had read when it made what came. (Over gloo a send is over for who waits for it.)"""
+        """Release the sent buffers that the sender of `came` had read when it produced it. (Over gloo a send ends only
+        when someone waits for it.)
+        """
         left = []
         for work, buffer, message in self._leaving:
             if message.read_before(came):
@@ -202,7 +207,7 @@ class Channels:
         self._leaving = left
 
     def send(self, action: Action, values: Mapping[str, torch.Tensor]) -> None:
-        """Send on what an action made, by name."""
+        """Start to send what an action produced; `values` are by name."""
         self._leaving = [entry for entry in self._leaving if not entry[0].is_completed()]
         for message in self.routes.outgoing.get(action, ()):
             value, like = values[message.transfer.name], self.likes[message.transfer]
@@ -216,7 +221,7 @@ class Channels:
             self._leaving.append((work, flat, message))
 
     def finish(self) -> None:
-        """Wait until all has left. Raises as `take`."""
+        """Wait until all sends have completed. Raises what `take` raises."""
         for work, _, message in self._leaving:
             self._wait(work, message, receiving=False)
         self._leaving.clear()
@@ -241,7 +246,7 @@ class Channels:
             f"the {'backward' if transfer.back else 'forward'} of micro-batch {message.micro_batch}: {transfer.name!r} on its way from "
             f"stage {transfer.source} to stage {transfer.target}"
         )
-        # (the larger rank first: what the two do as part of a larger group is counted under another name)
+        # (the larger rank first, so that this is counted separately from what the two do in a larger group)
         both = _Pair(sorted((ranks[message.source], ranks[message.target]), reverse=True), self.heart)
         told = progress.enter(said, both)
         try:
@@ -255,25 +260,27 @@ class Channels:
 
 @dataclass
 class _Pair:
-    """Two ranks of which one waits for the other."""
+    """Two ranks, one of which waits for the other; looks like an `Agreement` to the heartbeat."""
 
-    ranks: list[int]
-    heart: Any
-    group: Any = None
+    ranks: list[int]  # their numbers, the larger first
+    heart: Any  # the heart of the run, if its ranks watch each other
+    group: Any = None  # none: the two do not vote
 
     def disagreement(self) -> None:
-        """(A pipeline's ranks vote on each step.)"""
+        """Return None: a pipeline's ranks vote on each step."""
 
 
 def _flat(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A value's numbers in the order in which they are awaited: no copy of one that lies so. (What is awaited says the program; a backend
-    may give another layout.)"""
+    """Return a value's elements in the memory order of `like`, without a copy if the value has that order already. (The
+    program determines `like`; a backend may produce another layout.)
+    """
     return value.detach().permute(_order(like)).contiguous().view(-1)
 
 
 def _shown(buffer: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """These numbers as what is awaited: with its strides, or, where elements of it would lie on each other or have gaps, without gaps in the same
-    order."""
+    """Return a received buffer as a tensor with the shape and strides of `like`; if these have gaps or overlaps, with
+    dense strides in the same order.
+    """
     order = _order(like)
     laid = buffer.view([like.shape[d] for d in order]).permute([order.index(d) for d in range(like.dim())])
     same = all(a == b or n == 1 for a, b, n in zip(laid.stride(), like.stride(), like.shape, strict=True))
@@ -281,6 +288,6 @@ def _shown(buffer: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _order(like: torch.Tensor) -> list[int]:
-    """The dimensions in the order in which they lie in memory, the outermost first."""
+    """Return the dimensions in memory order, the outermost first."""
     stride = like.stride()
     return sorted(range(like.dim()), key=lambda d: (-stride[d], d))

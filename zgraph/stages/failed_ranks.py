@@ -1,9 +1,9 @@
-"""A rank that fails alone in a step of a pipeline: the others are told why, and wait for it no more.
+"""Handles a rank that fails alone in a step of a pipeline: the others learn why, and stop waiting for it.
 
-What it says goes through the process group's store, where the others read it once they fail. That they do, it sees to by shutting its side of
-the groups that they share: whoever waits for it there gets an error at once, and does the same for those that wait for him. So all ranks
-come out of the step, with what the first of them said. Messages were lost on the way, so these groups can't be used again, and neither can
-the model.
+The failed rank writes its error into the process group's store, and shuts its side of the groups that it shares with
+others. A rank that waits for it there gets an error at once, reads the store, and does the same for those that wait for
+it. So all ranks leave the step, with the error of the first. Messages were lost on the way, so neither these groups nor
+the model can be used again.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from zgraph.torch_compat import process_groups
 __all__ = ["Board", "Fault", "Marker"]
 
 _FIRST = "first"
-_LONGEST = 4000  # characters of what a rank says
-_ALIKE = (PlanError, RankMismatchError, StepError)  # what an update raises on all ranks, or on none
+_LONGEST = 4000  # characters of an error that are kept
+_ALIKE = (PlanError, RankMismatchError, StepError)  # raised by an update on all ranks, or on none
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What a rank has said of its own error; `stage` and `micro_batch` are None where it was in none, and `where` says what it was in."""
+    """A rank's error, as the others are told."""
 
-    rank: int
-    stage: int | None
-    micro_batch: int | None
-    where: str
-    said: str
+    rank: int  # the rank that failed
+    stage: int | None  # the stage that it was running; None outside of the schedule
+    micro_batch: int | None  # its micro-batch; None outside of the schedule
+    where: str  # what it was doing, in words
+    said: str  # the type and text of its error
 
     def error(self) -> PeerError:
-        """What the other ranks raise."""
+        """Return the error that the other ranks raise."""
         made = PeerError(
             f"rank {self.rank} has failed in this step",
             where=self.where,
@@ -56,12 +56,12 @@ class Fault:
 
 @dataclass
 class Marker:
-    """Where this rank is in its row of a schedule."""
+    """The position of this rank in its row of a schedule."""
 
-    action: Action | None = None
+    action: Action | None = None  # the action that it runs; None after the schedule
 
     def fault(self, error: BaseException) -> Fault:
-        """This rank's own, of what it raised here."""
+        """Return this rank's fault, for an error that it raised here."""
         action, rank = self.action, dist.get_rank()
         said = f"{type(error).__name__}: {error}"[:_LONGEST]
         if action is None:
@@ -72,8 +72,10 @@ class Marker:
 
 
 class Board:
-    """Where ranks say why they have left a step: of a `name` that is theirs alone, and alike on all of them. `groups` are those that they wait
-    for each other in, besides those of the `voters`, who refuse to vote after it. `known` is the first fault, once this rank has failed too."""
+    """The place where ranks write why they have left a step. `name` belongs to these ranks alone, and is the same on
+    all of them. `groups` are those in which they wait for each other, besides the groups of the `voters`, which refuse
+    to vote after a failure. `known` is the first fault, once this rank has failed too.
+    """
 
     def __init__(self, name: str, groups: Sequence[Any], voters: Sequence[Agreement]) -> None:
         self.name = name
@@ -94,8 +96,10 @@ class Board:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[Marker]:
-        """All that ranks do together in a step. What is raised in here on this rank is told to the others, and ends what they wait for; where
-        another was first, raises `PeerError` with what it said. What all ranks raise alike, behind the schedule, passes."""
+        """Watch what ranks do together in a step. An error raised inside on this rank is told to the others, and ends
+        their waits; if another rank failed first, `PeerError` with its text is raised. Errors that all ranks raise
+        alike, after the schedule, pass.
+        """
         global _watching
         self.refuse_broken()
         marker = Marker()
@@ -121,7 +125,7 @@ class Board:
         return process_groups.own_store(process_groups.default_store(), f"zgraph/faults/{self.name}")
 
     def first(self) -> Fault | None:
-        """What the first rank that failed has said; None where none has, or the store is gone with it."""
+        """Return the fault of the first rank that failed; None if none has, or the store is gone with it."""
         try:
             found = self._store.get(_FIRST) if self._store.check([_FIRST]) else None
         except RuntimeError:
@@ -129,7 +133,9 @@ class Board:
         return Fault(**json.loads(found)) if found is not None else None
 
     def _leave(self, mine: Fault) -> Fault:
-        """Say it, unless another has; then let nobody wait for this rank."""
+        """Write this rank's fault, unless another rank was first; then shut the groups, so that nobody waits for this
+        rank. Return the first fault.
+        """
         found = self.first()
         if found is None:
             with contextlib.suppress(RuntimeError):
@@ -145,7 +151,7 @@ _watching: weakref.ref[Board] | None = None
 
 
 def _report(node: Any) -> tuple[str, tuple[int, ...]] | None:
-    """Why a collective has failed, if a rank has said so."""
+    """Return why a collective has failed, and which rank is absent, if a rank has written it."""
     board = _watching() if _watching is not None else None
     found = board.first() if board is not None else None
     if found is None or found.rank == dist.get_rank():

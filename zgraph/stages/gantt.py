@@ -1,7 +1,8 @@
-"""A simulated schedule as papers on pipelines draw them: a row for each rank, time from left to right, in plain characters.
+"""Draws a simulated schedule as papers on pipelines do: a row for each rank, time from left to right, in plain
+characters.
 
-Each action is its micro-batch's number and, as far as it reaches, a character for its kind. Where ranks have several stages, a letter after the
-number says which: a for a rank's first.
+Each action is its micro-batch's number, followed by a character for its kind up to its end. If ranks have several
+stages, a letter after the number tells which: a for a rank's first.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ _IDLE = "."
 
 
 def picture(timeline: Timeline, width: int = 200) -> str:
-    """The rows of a timeline, its bubble and makespan, and what its characters mean.
+    """Return the rows of a timeline, its bubble and makespan, and what its characters mean.
+
+    It is wide enough for a number in the shortest action, but has at most `width` columns for the time: an action that
+    is too short for its number is drawn without it, one shorter than a column not at all.
 
     It is as wide as its shortest action needs for a number, but has no more than `width` columns for the time: where an action has no room, its
     number is left out, and where it is less than a column, all of it.

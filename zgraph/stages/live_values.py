@@ -1,8 +1,10 @@
-"""What a stage's program has on the device while each part of it runs, and between the parts: what a micro-batch leaves there.
+"""Computes what a stage's program has on the device while each of its parts runs, and what a micro-batch keeps between
+the parts.
 
-A stage is captured as one program and run in parts: a forward, and a backward or the two parts of one. Each part lets go of what no later one
-reads, as it goes, of what came from other stages too; what it gives is no longer the program's when it is over. What there is all through
-a step is not counted here: parameters, inputs, whole weights that are kept, sums of gradients that are added to in place.
+A stage is captured as one program and run in parts: a forward, and a backward or its two parts. While it runs, each
+part releases what no later part reads, including values received from other stages; what a part returns no longer
+belongs to the program when the part ends. What is on the device during the whole step is not counted here: parameters,
+inputs, kept whole weights, sums of gradients that are added to in place.
 """
 
 from __future__ import annotations
@@ -25,19 +27,18 @@ _COMES = {InputRole.RECEIVED, InputRole.RETURNED, InputRole.TANGENT, InputRole.A
 
 @dataclass(frozen=True)
 class Values:
-    """The bytes by category where they are most, while each kind of part runs (`peaks`); those that a micro-batch leaves from its forward
-    to its backward (`saved`), and from the first part of that to the second (`kept`). What is `lent` is sent to other stages and stays
-    here as well, until the backward."""
+    """The bytes that the parts of a stage's program have on the device."""
 
-    peaks: dict[Kind, dict[str, int]]
-    saved: int
-    kept: int
-    lent: frozenset[str]
+    peaks: dict[Kind, dict[str, int]]  # at the peak of each kind of part, by category
+    saved: int  # kept by a micro-batch from its forward to its backward
+    kept: int  # kept by a micro-batch between the two parts of its backward
+    lent: frozenset[str]  # names of values that are sent to other stages, and stay here too until the backward
 
 
 def values_of(program: Program, fused: bool, first: Collection[str] | None = None, *, adds: bool = False) -> Values:
-    """Those of a joint program of any level. `fused`: see `zgraph.passes.analysis.memory.lives`. The names of the nodes in the `first` part of the
-    backward are given if it has two; does it add to sums in place (`adds`)?"""
+    """Return those of a joint program of any level. `fused`: see `zgraph.passes.analysis.memory.lives`. If the backward
+    has two parts, `first` names the nodes of the first one. `adds`: the backward adds to sums of gradients in place.
+    """
     if first is not None:
         program = _second_last(program, first)
     nodes = list(program.graph.nodes)
@@ -50,7 +51,7 @@ def values_of(program: Program, fused: bool, first: Collection[str] | None = Non
     found = _lives(program, fused, turn, middle if first is not None else end, adds)
     spans = {Kind.F: (0, turn), Kind.B: (turn, end)}
     if first is not None:
-        # (a first part in which nothing is computed has what the second begins with)
+        # (if the first part computes nothing, it has what the second begins with)
         spans |= {Kind.I: (turn, max(middle, turn + 1)), Kind.W: (middle, end)}
     peaks = {kind: _most(found, start, stop) for kind, (start, stop) in spans.items()}
     stays = {life.node for life in found if life.born < turn < life.gone}
@@ -66,7 +67,7 @@ def values_of(program: Program, fused: bool, first: Collection[str] | None = Non
 
 
 def _second_last(program: Program, first: Collection[str]) -> Program:
-    """A copy with the backward's nodes in the order of its parts."""
+    """Return a copy with the backward's nodes in the order of its parts."""
     made = program.snapshot()
     for node in list(made.graph.nodes):
         if node.op not in ("placeholder", "output") and info(node).phase is Phase.BACKWARD and node.name not in first:
@@ -75,7 +76,9 @@ def _second_last(program: Program, first: Collection[str]) -> Program:
 
 
 def _lives(program: Program, fused: bool, turn: int, middle: int, adds: bool) -> list[Life]:
-    """Of all that the parts have, from when it is there until it is let go. A first part of the backward ends at `middle`."""
+    """Return the life of each value of the parts, from when it is on the device until it is released. The first part of
+    the backward ends at `middle`.
+    """
     nodes = list(program.graph.nodes)
     on = sources(nodes, fused)
     inputs = {node: port.role for port, node in program.input_items()}
@@ -101,7 +104,7 @@ def _lives(program: Program, fused: bool, turn: int, middle: int, adds: bool) ->
 
 
 def _most(found: list[Life], start: int, stop: int) -> dict[str, int]:
-    """The bytes by category where they are most, in positions from `start` to before `stop`."""
+    """Return the bytes by category at the peak, in positions from `start` to before `stop`."""
     changes: dict[int, Counter[str]] = {}
     for life in found:
         born = max(life.born, start)

@@ -1,9 +1,11 @@
-"""The programs of a rank's stages within its memory budget: one budget for all that the rank holds, at each of its actions.
+"""Searches for the programs of a rank's stages within its memory budget: one budget for all that the rank holds, at
+each of its actions.
 
-A stage's program is looked for as any other (`zgraph.build.memory_search.Search`); what a choice takes is the peak of its rank, replayed: with what
-micro-batches in flight leave there. Where a rank has several stages, each is first given the same part of the way from the least that it can
-do with to all that it could use, as large a part as fits; then each in turn gets what is left. A rank decides for its own stages alone, by
-what all ranks agree on, so those that have the same stages decide alike. In each stage a step has the same programs for all micro-batches.
+A stage's program is searched for like any other (`zgraph.build.memory_search.Search`), but a choice's peak is that of
+its rank's replay, with what micro-batches in flight keep there. If a rank has several stages, each first gets the same
+fraction of the range from its smallest to its largest memory, as large a fraction as fits; then each in turn gets what
+is left. A rank decides for its own stages alone, from what all ranks agree on, so ranks with the same stages decide
+alike. Each stage has the same programs for all micro-batches of a step.
 """
 
 from __future__ import annotations
@@ -25,24 +27,23 @@ from zgraph.stages.rank_memory import UPDATE, RankMemory, variant_of
 from zgraph.stages.simulated_stage import SimulatedStage
 from zgraph.units import shown_bytes
 
-SHARE_STEPS = 16  # parts of the way from the least that stages can do with
+SHARE_STEPS = 16  # steps in which that fraction is searched
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A rank along "pp" can't do with less than `least` bytes, which it holds in an action of `stage`, or in its update (None): bytes by
-    category. Its actions then take so many `seconds` of a step."""
+    """What a rank along "pp" needs that can't hold the budget."""
 
-    rank: int
-    least: int
-    where: str
-    stage: int | None
-    categories: Mapping[str, int]
-    seconds: float
+    rank: int  # its position
+    least: int  # the fewest bytes that it can do with
+    where: str  # the action, or "update", at that peak
+    stage: int | None  # the stage of that action; None for the update
+    categories: Mapping[str, int]  # bytes at that peak, by category
+    seconds: float  # that its actions take in a step
 
 
 class _TooSmallError(PlanError):
-    """No choice fits into a stage's budget; the one that takes least."""
+    """Raised if no choice fits into a stage's budget; has the choice that takes the least memory."""
 
     def __init__(self, smallest: Outcome) -> None:
         super().__init__("a stage does not fit")
@@ -50,7 +51,9 @@ class _TooSmallError(PlanError):
 
 
 class RankBudget:
-    """The decisions for the `programs` of a rank's stages, within the plan's budget: made when they are first asked for.
+    """The decisions for the `programs` of a rank's stages, within the plan's budget; made when first asked for.
+
+    `once` tells whether a step reduces gradients once, after its last backward.
 
     `once` says whether a step reduces gradients once, after its last backward.
     """
@@ -67,12 +70,12 @@ class RankBudget:
 
     @property
     def refusal(self) -> Refusal | None:
-        """What the rank needs if it can't hold the budget."""
+        """What the rank needs, if it can't hold the budget; else None."""
         found = self._decide()
         return found if isinstance(found, Refusal) else None
 
     def decision(self, stage: int) -> SearchResult:
-        """What was chosen for a stage of this rank. Raises `PlanError` if the budget can't be held."""
+        """Return the choice for a stage of this rank. Raises `PlanError` if the budget can't be held."""
         found = self._decide()
         if isinstance(found, Refusal):
             raise refused(self.budget, [found])
@@ -86,7 +89,7 @@ class RankBudget:
         return self._decided
 
     def _best_share(self) -> dict[int, SearchResult] | Refusal:
-        """The fastest step with its update, over all shares of the states that may be offloaded."""
+        """Return the choices of the fastest step with its update, over all shares of the states that may be offloaded."""
         best: tuple[float, dict[int, SearchResult]] | None = None
         least: Refusal | None = None
         for share in self.residents.shares:
@@ -109,7 +112,7 @@ class RankBudget:
         return least
 
     def _within(self) -> dict[int, tuple[Outcome, Remark | None]] | Refusal:
-        """The best for all stages together, for one share."""
+        """Return the best choices for all stages together, at one share of offloaded states."""
         if len(self.searches) == 1:
             ((stage, search),) = self.searches.items()
             found = search.best(self.budget)
@@ -133,7 +136,9 @@ class RankBudget:
         return best
 
     def _part(self, part: int, least: Mapping[int, Outcome]) -> dict[int, tuple[Outcome, Remark | None]]:
-        """Each stage's best, `part` of the way from its least bytes; all of the way it has the whole budget for itself."""
+        """Return each stage's best choice with `part` / `SHARE_STEPS` of the range from its least memory to what it
+        needs without recomputation; at the end of the range a stage has the whole budget.
+        """
         found: dict[int, tuple[Outcome, Remark | None]] = {}
         for stage, search in self.searches.items():
             smallest = least[stage].peak
@@ -157,7 +162,9 @@ class RankBudget:
 
 
 def refuse(plan: Plan, refusals: Iterable[Refusal | None]) -> None:
-    """Raise `PlanError` if a rank can't hold the plan's budget, with the smallest that all can. `refusals` are those of all ranks."""
+    """Raise `PlanError` if a rank can't hold the plan's budget, with the smallest budget that all ranks can hold.
+    `refusals` are those of all ranks.
+    """
     found = [refusal for refusal in refusals if refusal is not None]
     if found:
         assert plan.memory_budget is not None
@@ -165,7 +172,7 @@ def refuse(plan: Plan, refusals: Iterable[Refusal | None]) -> None:
 
 
 def refused(budget: int, refusals: Sequence[Refusal], plan: Plan | None = None) -> PlanError:
-    """What is said of ranks that can't hold a budget."""
+    """Return the error for ranks that can't hold a budget."""
     worst = max(refusals, key=lambda refusal: (refusal.least, -refusal.rank))
     holds = sorted(((size, name) for name, size in worst.categories.items() if size), reverse=True)
     there = ", ".join(f"{name} {shown_bytes(size)}" for size, name in holds[:4])
@@ -184,7 +191,7 @@ def refused(budget: int, refusals: Sequence[Refusal], plan: Plan | None = None) 
 
 
 class _Trial(StepProgram):
-    """A stage's programs by a choice that is tried: not verified, and never run."""
+    """A stage's programs by a choice that is only tried: not verified, and never run."""
 
     def __init__(self, search: _StageSearch, choice: MemoryDecision) -> None:
         super().__init__(search.captured, search.context)
@@ -202,7 +209,7 @@ class _Trial(StepProgram):
 
 
 class _StageSearch(Search):
-    """The search for one stage. A choice's peak is that of the rank with the `others` of its stages that are given, by numbers."""
+    """The search for one stage. A choice's peak is that of the rank, together with the `others` of its stages."""
 
     def __init__(self, stage: int, memory: RankMemory, program: Program, context: BuildContext, once: bool) -> None:
         self.stage = stage
@@ -214,7 +221,7 @@ class _StageSearch(Search):
         super().__init__(program, context, PLAIN, is_differentiated(program))
 
     def best(self, budget: int) -> tuple[Outcome, Remark | None] | Outcome:
-        """The fastest within a budget; where none fits, what takes least."""
+        """Return the fastest choice within a budget; if none fits, the one that takes the least memory."""
         self.budget, self.tried = budget, {}
         try:
             return self._best()
@@ -222,41 +229,41 @@ class _StageSearch(Search):
             return error.smallest
 
     def smallest(self) -> Outcome:
-        """What takes least."""
+        """Return the choice that takes the least memory."""
         found = self.best(0)
         assert isinstance(found, Outcome)
         return found
 
     def plain(self) -> Outcome:
-        """With nothing computed again, and nothing gathered early."""
+        """Return the choice without recomputation and early gathers."""
         return self._try(self.least)
 
     def use_share(self, share: float) -> None:
         self._use_share(share)
 
     def stage_of(self, outcome: Outcome) -> SimulatedStage:
-        """The stage by a choice that was tried."""
+        """Return the simulated stage of a choice that was tried."""
         return self.stages[outcome.choice]
 
     def busy(self, outcome: Outcome) -> float:
-        """The seconds that its actions take in a step."""
+        """Return the seconds that the stage's actions take in a step."""
         return outcome.seconds * self.context.plan.micro_batches
 
     def held(self, stages: Mapping[int, SimulatedStage]) -> tuple[str, dict[str, int]]:
-        """What the rank does at its peak, and the bytes by category there."""
+        """Return (the action at the rank's peak, the bytes by category there)."""
         outside = self.outside
         return self.memory.peak(
             stages, self.memory.states(outside), {UPDATE: outside.update} if outside.update else None
         )
 
     def trial(self, choice: MemoryDecision, variant: Variant) -> History:
-        """Passes without snapshots and verifier."""
+        """Run the passes of a choice, without snapshots and verifier."""
         passes = self._passes(choice, variant)[self.cut :]
         with self._failures_of(choice):
             return PassManager(passes, verify=False, snapshots=False).run(self._snapshot(self.start, choice))
 
     def forget(self) -> None:
-        """Let go of what was tried."""
+        """Forget what was tried."""
         self.tried, self.stages, self.others = {}, {}, {}
 
     def _weighed(self, choice: MemoryDecision) -> Outcome:

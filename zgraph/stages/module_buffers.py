@@ -1,4 +1,6 @@
-"""Where the buffers are that a forward changes: on the ranks of the stage that changes them. Those of other ranks stay as they were."""
+"""Tracks which stage changes a buffer in forward: its ranks have the current value. Other ranks' copies stay as they
+were.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,16 @@ __all__ = ["Buffers"]
 
 
 class Buffers:
-    """Of one model in stages, for all signatures that it was compiled for so far."""
+    """The changed buffers of one model in stages, over all signatures that it was compiled for so far."""
 
     def __init__(self) -> None:
         self._changed: dict[str, int] = {}
         self._used: dict[str, frozenset[int]] = {}
 
     def note(self, name: str, programs: Sequence[Program], rank_of: Sequence[int]) -> None:
-        """The stages' programs of one more signature, and the position along "pp" of each. Raises `UnsupportedError`, and notes nothing,
-        where a buffer that is changed on one rank would be read on another."""
+        """Note the stages' programs of one more signature, and each one's position along "pp". Raises
+        `UnsupportedError`, and notes nothing, if a buffer that is changed at one position is read at another.
+        """
         changed, used = dict(self._changed), dict(self._used)
         for program, position in zip(programs, rank_of, strict=True):
             for port in program.inputs:
@@ -39,5 +42,7 @@ class Buffers:
         self._changed, self._used = changed, used
 
     def at(self, name: str) -> int:
-        """The position along "pp" whose buffer of this name is the model's: the first one's, of those that no forward changes."""
+        """Return the position along "pp" that has the current value of a buffer; the first position for a buffer that
+        no forward changes.
+        """
         return self._changed.get(name, 0)

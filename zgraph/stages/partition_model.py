@@ -1,6 +1,7 @@
-"""From a module and a plan with stages to its run time: the whole model is captured, and only this rank's parameters become real.
+"""Makes a run time from a module and a plan with stages: the whole model is captured, and only this rank's parameters
+become real.
 
-Where a model is cut is known when it was captured, so until then a compiled model only waits for the inputs of a call.
+The cuts are only known after capture, so until then a compiled model waits for the inputs of its first call.
 """
 
 from __future__ import annotations
@@ -46,13 +47,17 @@ logger = logging.getLogger(__name__)
 
 
 class DeferredPipeline(WholeModel):
-    """A compiled model in stages before its first call: all that is needed to cut it. `mesh` and `everyone` are of all stages."""
+    """A compiled model in stages before its first call, with all that is needed to cut it. `mesh` and `everyone` are of
+    all stages.
+    """
 
     def runtime(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Runtime:
-        """Cut the model by a call with these arguments, a rank's whole batch, and put this rank's parameters in their places; those of
-        other stages go to the meta device. All ranks must call it. Raises what `zgraph.compile` does with inputs."""
+        """Cut the model for a call with these arguments, a rank's whole batch, and make the run time. This rank's
+        parameters get their storage; those of other stages go to the meta device. All ranks must call it. Raises what
+        `zgraph.compile` does with inputs.
+        """
         buckets = buckets_of(self.plan)
-        if buckets is not None:  # (models for batches of other sizes could be cut at other places)
+        if buckets is not None:  # (the cuts could be different for batches of other sizes)
             args, kwargs = PaddedCalls(self, buckets).agreed(args, in_order(self, kwargs)).call
         inner = within(self.sizes)
         params = dict(self.module.named_parameters(remove_duplicate=False))
@@ -95,15 +100,16 @@ class DeferredPipeline(WholeModel):
         made = PipelineRuntime(self.module, self.forward_function, self.plan, shards, context, Cut(line, parted, self))
         if not former_memory(
             self.module
-        ).is_read:  # (else guards on a parameter that is read through another tensor are of the object that it was)
+        ).is_read:  # (else guards on a parameter that is read through another tensor refer to the former object)
             made.first = found
         return made
 
 
 @contextlib.contextmanager
 def as_in_training(module: nn.Module) -> Iterator[bool]:
-    """With gradients and in train mode, whatever the call is that comes first: a model is cut as it trains. Yields whether that was so; where
-    a module trains in eval mode, so it stays."""
+    """Enable gradients and train mode inside, whatever the first call is: a model is cut as it trains. Yields whether
+    gradients were enabled before; if so, a module that trains in eval mode stays in it.
+    """
     trains = torch.is_grad_enabled()
     modes = {child: child.training for child in module.modules()}
     try:
@@ -117,7 +123,9 @@ def as_in_training(module: nn.Module) -> Iterator[bool]:
 
 
 def _tell_outputs(stages: Stages) -> None:
-    """Warn of outputs that earlier stages make, where they are much of what crosses: a model may give what nobody wants."""
+    """Warn if outputs of earlier stages are a large part (over 10%) of what is sent forward: the model may return
+    outputs that nobody uses.
+    """
     last = stages.programs[-1]
     only = {
         port.name
@@ -138,7 +146,9 @@ def _tell_outputs(stages: Stages) -> None:
 
 
 def made_again(old: PipelineRuntime, module: nn.Module, shards: Shards, plan: Plan) -> PipelineRuntime:
-    """The run time of the same stages by another plan, or of a copy of the module. Raises `ModelError` for a plan whose stages are others."""
+    """Return a run time of the same stages for another plan, or for a copy of the module. Raises `ModelError` if the
+    plan has other stages.
+    """
     schedule = make_schedule(plan.schedule, len(old.line.ranks), plan.micro_batches, plan.virtual_stages)
     if plan.partition != old.plan.partition or schedule.rank_of != old.partition.schedule.rank_of:
         raise ModelError(

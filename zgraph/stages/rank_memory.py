@@ -1,8 +1,8 @@
-"""What a rank of a pipeline holds at each of its actions: what decides whether a step fits, and what a forecast shows.
+"""Computes what a rank of a pipeline holds at each of its actions, to decide whether a step fits and for forecasts.
 
-Besides what the program that runs has, and what there is all the time, these are values of micro-batches between their forward and their
-backward, whole weights, sums of gradients (a stage's from its first backward on, which makes them; later ones add to them in place), messages that
-have come early or are on their way, the batch, and outputs, which stay until the step ends.
+Besides what the running program has and what is there all the time, a rank holds: values of micro-batches between
+forward and backward; whole weights; sums of gradients (made by a stage's first backward, added to in place by later
+ones); messages that arrived early or are being sent; the batch; and outputs, which stay until the step ends.
 """
 
 from __future__ import annotations
@@ -29,19 +29,18 @@ UPDATE = "update"
 
 @dataclass(frozen=True)
 class Moment:
-    """An action of a rank, and what is there meanwhile, apart from sizes. Is it the `last` backward of its stage in a step? `sums` are the
-    stages of which there are gradients. How many other micro-batches wait in each stage between forward and backward (`saved`), or between
-    the parts of a backward (`kept`); for how many each stage has `given` outputs. `sent` are messages that may not have left: (stage, place
-    among all that it sends forward, or -1 of what goes back, bytes); `coming` are the bytes of those that were asked for early."""
+    """An action of a rank, and what the rank holds meanwhile, counted without sizes."""
 
-    action: Action
-    last: bool
-    sums: frozenset[int]
-    saved: tuple[tuple[int, int], ...]
-    kept: tuple[tuple[int, int], ...]
-    given: tuple[tuple[int, int], ...]
+    action: Action  # what runs
+    last: bool  # whether it is the last backward of its stage in a step
+    sums: frozenset[int]  # stages that have sums of gradients
+    saved: tuple[tuple[int, int], ...]  # (stage, how many other micro-batches wait between forward and backward)
+    kept: tuple[tuple[int, int], ...]  # (stage, how many other micro-batches wait between the two parts of a backward)
+    given: tuple[tuple[int, int], ...]  # (stage, for how many micro-batches it has returned outputs)
+    # messages that may not have left: (stage, index among all that the stage sends forward, -1 for a gradient sent
+    # back, bytes)
     sent: tuple[tuple[int, int, int], ...]
-    coming: int
+    coming: int  # bytes of receives that were started early
 
     @property
     def first(self) -> bool:
@@ -50,13 +49,14 @@ class Moment:
 
     @property
     def begun(self) -> set[int]:
-        """Stages that have run a forward."""
+        """The stages that have run a forward."""
         return {stage for stage, _ in self.given}
 
 
 class RankMemory:
-    """The memory of the rank at position `rank` of "pp", for any programs of its `stages`. `inputs` are the bytes of a micro-batch that the
-    user gives."""
+    """The memory of the rank at position `rank` of "pp", for any programs of its `stages`. `inputs` are the bytes of a
+    micro-batch's inputs.
+    """
 
     def __init__(self, schedule: Schedule, rank: int, stages: Stages, inputs: int) -> None:
         self.schedule = schedule
@@ -64,24 +64,29 @@ class RankMemory:
         self.inputs = inputs
         places = {(s, n): at for s, made in enumerate(stages.programs) for at, n in enumerate(sent_names(made))}
         self.row = _moments(schedule, rank, _Post(Routes(schedule, stages.transfers, rank), places))
-        # (of those that differ in nothing but their micro-batch the first is enough)
+        # (of moments that differ in the micro-batch alone the first is enough)
         self.moments = list({replace(m, action=replace(m.action, micro_batch=0)): m for m in self.row[::-1]}.values())[
             ::-1
         ]
 
     def waiting(self, stage: int) -> int:
-        """The most micro-batches of a stage that wait for their backward while another one of it is computed."""
+        """Return the most micro-batches of a stage that wait for their backward while another micro-batch of it is
+        computed.
+        """
         return max(dict(m.saved).get(stage, 0) for m in self.moments if m.action.stage == stage)
 
     def states(self, outside: ResidentMemory) -> int:
-        """The bytes of the optimizer's states, of what there is besides programs. (That has gradients between micro-batches all the time.)"""
+        """Return the bytes of the optimizer's states, among what is held outside of programs. (`outside.held` also
+        counts gradients that wait between micro-batches.)
+        """
         return outside.held - outside.waiting
 
     def peak(
         self, stages: Mapping[int, SimulatedStage], states: int, update: Mapping[str, int] | None = None
     ) -> tuple[str, dict[str, int]]:
-        """(the action, or "update", in which the rank holds most; the bytes by category there). Of stages that `stages` lacks there is
-        nothing. `states` are the bytes of the optimizer's; `update` has those of the update's peak."""
+        """Return (the action, or "update", at the rank's peak; the bytes by category there). Stages that `stages` lacks
+        are not counted. `states` are the bytes of the optimizer's states; `update` has those of the update's peak.
+        """
         found = []
         if update is not None:
             given = sum(self.schedule.micro_batches * s.given for s in stages.values())
@@ -93,7 +98,7 @@ class RankMemory:
         return max(found, key=lambda f: sum(f[1].values()))
 
     def at(self, moment: Moment, stages: Mapping[int, SimulatedStage], states: int) -> dict[str, int]:
-        """The bytes by category while an action runs."""
+        """Return the bytes by category while an action runs."""
         action, stage = moment.action, stages[moment.action.stage]
         variant = variant_of(moment, stage)
         sums = moment.sums & stages.keys()
@@ -101,7 +106,7 @@ class RankMemory:
         adds = makes and action.stage in sums and not variant.accumulated
         found = Counter(stage.memory(action.kind, variant, adds=adds))
         if makes and not adds:
-            sums -= {action.stage}  # (what there is of them is the program's)
+            sums -= {action.stage}  # (the program counts them)
         here = Counter(states=states, parameters=sum(s.parameters for s in stages.values()))
         here["inputs"] = self.inputs * self.schedule.micro_batches
         here["gradients"] = sum(stages[s].gradients for s in sums)
@@ -109,7 +114,7 @@ class RankMemory:
         return dict(found + here + self.waits(moment, stages))
 
     def waits(self, moment: Moment, stages: Mapping[int, SimulatedStage]) -> Counter[str]:
-        """What of other micro-batches there is besides an action's program."""
+        """Return the bytes, by category, that other micro-batches keep beside an action's program."""
         held = sum(stages[s].saved * n for s, n in moment.saved if s in stages)
         held += sum(stages[s].kept * n for s, n in moment.kept if s in stages)
         sent = sum(size for s, place, size in moment.sent if s in stages and place not in stages[s].lent)
@@ -117,25 +122,27 @@ class RankMemory:
         return Counter({IN_FLIGHT: held, MESSAGES: sent + moment.coming, "outputs": given})
 
     def besides(self, stage: int, stages: Mapping[int, SimulatedStage]) -> int:
-        """The most bytes that the rank has, while a stage runs, beside what its program and `StepProgram.outside` count."""
+        """Return the most bytes that the rank holds, while a stage runs, beside what the stage's program and
+        `StepProgram.outside` count.
+        """
         most = max(sum(self.waits(m, stages).values()) for m in self.moments if m.action.stage == stage)
         others = sum(s.parameters + s.gathered for number, s in stages.items() if number != stage)
         return most + others + self.inputs * self.schedule.micro_batches - stages[stage].inputs
 
 
 def memory_of_rank(joint: Program, stages: Stages, schedule: Schedule, rank: int) -> RankMemory:
-    """That of a captured model, which is cut into `stages`."""
+    """Return the memory of a rank, for a captured model that is cut into `stages`."""
     inputs = sum(most_bytes(node) for node in joint.input_nodes(InputRole.INPUT).values())
     return RankMemory(schedule, rank, stages, inputs)
 
 
 def variant_of(moment: Moment, stage: SimulatedStage) -> Variant:
-    """Which of its stage's programs an action runs."""
+    """Return the variant of its stage's program that an action runs."""
     return stage.variant(moment.action, first=moment.first, last=moment.last)
 
 
 def _moments(schedule: Schedule, rank: int, post: _Post) -> list[Moment]:
-    """A rank's actions in order."""
+    """Return a rank's moments, in the order of its actions."""
     found: list[Moment] = []
     saved, kept, given = Counter[int](), Counter[int](), Counter[int]()
     sums: set[int] = set()
@@ -162,7 +169,9 @@ def _moments(schedule: Schedule, rank: int, post: _Post) -> list[Moment]:
 
 
 class _Post:
-    """The messages that a rank holds, as `Channels` does. `places`: of (stage, value's name), see `Moment.sent`."""
+    """The messages that a rank holds, following `Channels`. `places` gives, by (stage, name of the value), the index
+    for `Moment.sent`.
+    """
 
     def __init__(self, routes: Routes, places: Mapping[tuple[int, str], int]) -> None:
         self.routes = routes
@@ -173,7 +182,9 @@ class _Post:
         self._leaving: set[Message] = set()
 
     def during(self, actions: Sequence[Action]) -> tuple[list[tuple[int, int, int]], int]:
-        """What is held while the first of these actions, the next ones of the rank, runs: (what was sent, the bytes that come)."""
+        """Return (the messages sent, the bytes being received) that are held while the first of these actions, the next
+        ones of the rank, runs.
+        """
         for action in actions:
             for message in self.routes.incoming.get(action, ()):
                 if message.source != message.target:

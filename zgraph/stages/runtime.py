@@ -1,4 +1,4 @@
-"""The run time of a rank that owns some stages of a model: what `Runtime` is for one that runs all of it."""
+"""The run time of a rank that runs some stages of a model, as `Runtime` runs all of it."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ class Cut:
     line: Line  # the ranks along "pp"
     partition: Partition  # where the model is cut, and who runs what
     origin: WholeModel  # captures the whole model for the inputs of a micro-batch
-    board: Board | None = None  # that of an earlier run time of the same ranks
+    board: Board | None = None  # the board of an earlier run time of the same ranks
 
 
 class PipelineRuntime(Runtime):
-    """The run time of one compiled module of which this rank holds some stages."""
+    """The run time of one compiled module of which this rank runs some stages."""
 
     def __init__(
         self,
@@ -81,11 +81,13 @@ class PipelineRuntime(Runtime):
         self.beside: tuple[tuple[Any, ...], dict[str, Any]] = (
             (),
             {},
-        )  # what loss_fn gets of the call that is under way
+        )  # arguments that loss_fn gets in the current call, besides the output
 
     # -- programs -----------------------------------------------------------------------------------------------------
     def entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What serves these inputs. (What a capture depends on is compared as it was captured.)"""
+        """Return the key and the programs for these inputs. (The fast path is off, as in the capture: its guards are
+        compared.)
+        """
         with without_fast_path():
             return super().entry(args, kwargs)
 
@@ -144,11 +146,13 @@ class PipelineRuntime(Runtime):
             _, refusals = self.everyone.exchange(said, lambda: budget.refusal, lambda refusal: refusal, refused)
             refuse(self.plan, refusals)
         self.everyone.together("the programs of stages", attempt, refused)
-        self.relax()  # (so it was for some ranks until now)
+        self.relax()  # (some ranks waited without the plan's timeout until now)
         return staged
 
     def refuse_other_batch(self, staged: Staged, call: Any) -> None:
-        """Raise `RankMismatchError` on every rank if those of one pipeline were given different batches. Looked at once for a signature."""
+        """Raise `RankMismatchError` on every rank if ranks of one pipeline were given different batches. Compared once
+        per signature.
+        """
         if staged.seen:
             return
         staged.seen = True
@@ -168,7 +172,9 @@ class PipelineRuntime(Runtime):
                 )
 
     def refuse_aliases(self, staged: Staged, flats: Sequence[Sequence[Any]]) -> None:
-        """Raise `StepError` or `SignatureError` where tensors of the micro-batches' graphs share memory in a way that programs can't have."""
+        """Raise `StepError` or `SignatureError` if tensors of the micro-batches' graphs share memory in a way that
+        programs don't support.
+        """
         ports = [p for program in staged.stages.programs for p in program.outputs if p.role is OutputRole.MUTATION]
         written = {p.index for p in ports if p.index is not None}
         for flat in flats:
@@ -179,7 +185,7 @@ class PipelineRuntime(Runtime):
                 self.buckets.refuse_written(sorted(written), flat)
 
     def _refuse_moved(self, staged: Staged) -> None:
-        """Raise `UnsupportedError` where another signature reads a parameter on a rank that does not hold it."""
+        """Raise `UnsupportedError` if another signature reads a parameter on a rank that does not store it."""
         assert self.held is not None
         for name, holders in self.partition.holders(staged.stages).items():
             read = any(name in p.input_nodes(InputRole.PARAMETER) for p in staged.stages.programs)
@@ -192,7 +198,7 @@ class PipelineRuntime(Runtime):
                 )
 
     def prepare(self, step: StepProgram, kinds: frozenset[Kind] = frozenset({Kind.F, Kind.B})) -> None:
-        """Compile what a stage takes that does these kinds of actions in a step."""
+        """Compile the programs of a stage that runs these kinds of actions in a step."""
         fit(self, step)
         step.first_gathers()
         step.forward()
@@ -214,11 +220,13 @@ class PipelineRuntime(Runtime):
 
     @property
     def once(self) -> bool:
-        """Whether gradients are reduced once a step, and not in every backward."""
+        """Whether gradients are reduced once per step, not in every backward."""
         return reduces_once(self.plan, self.sizes)
 
     def agree_on_update(self, names: Sequence[str], numbers: Numbers) -> None:
-        """And let the stages compare what their updates do together, if one of them has a new one."""
+        """Let ranks compare the update as `Runtime` does; if a stage's update is new, let stages compare what their
+        updates do together.
+        """
         super().agree_on_update(names, numbers)
         found = self.updater.programs.of(tuple(names), self.updater.options).history.program
         made = len(self.updater.programs.compiled())
@@ -236,8 +244,7 @@ class PipelineRuntime(Runtime):
             check_meetings(self._by_position(self.everyone.gather("the stages' updates", meetings(found))))
 
     def _compare_tied(self, numbers: Numbers) -> None:
-        """Stages have parameters of their own, but for those that they share: raises `RankMismatchError` if not all have changed such a
-        state alike."""
+        """Raise `RankMismatchError` if the ranks that share a parameter have not all changed its optimizer state alike."""
         held = {n: numbers.changed.get(n, "") for n in self.updater.states.members}
         why = compare_tied(self.everyone.gather("what was changed in the optimizer", held))
         if why is not None:
@@ -262,7 +269,7 @@ class PipelineRuntime(Runtime):
     def whole_gradient(self, name: str, grad: torch.Tensor) -> torch.Tensor:
         assert self.held is not None
         group = self.held.tied.get(name)
-        if group is None or self.updater.optimizer is None:  # (without one in the plan it is summed already)
+        if group is None or self.updater.optimizer is None:  # (without an optimizer in the plan it is summed already)
             return grad
         local = local_of(grad).detach().clone()
         dist.all_reduce(local, group=self.line.group(group))
@@ -270,7 +277,7 @@ class PipelineRuntime(Runtime):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Raise `StepError`: no backward is the user's own."""
+        """Raise `StepError`: the user runs no backward."""
         raise StepError(
             "a model in stages has no no_sync()",
             where="mesh.pp",
@@ -280,13 +287,13 @@ class PipelineRuntime(Runtime):
         yield
 
     def _flops_of_forward(self) -> float:
-        """The mean over this rank's stages, of which each runs its own forwards."""
+        """Return the mean over this rank's stages, each of which runs its own forwards."""
         trained = [s for s in self.entries.values() if s.program().differentiated]
         steps = trained[-1].programs() if trained else []
         return sum(model_flops(step.captured) for step in steps) / len(steps) if steps else 0.0
 
     def _by_position(self, views: Sequence[Any]) -> list[Any]:
-        """Of what all ranks say, what those of this rank's line do."""
+        """Return the views of the ranks of this line, among those of all ranks."""
         return [views[self.everyone.ranks.index(rank)] for rank in self.line.ranks]
 
     # -- running ------------------------------------------------------------------------------------------------------
@@ -298,7 +305,12 @@ class PipelineRuntime(Runtime):
         tangents_of: Tangents | None,
         marker: Marker,
     ) -> list[list[Any]]:
-        """Run this rank's row of a schedule: for each micro-batch the flat outputs, of which only the rank with the last stage has tensors.
+        """Run this rank's row of a schedule. Return each micro-batch's flat outputs; only the rank with the last stage
+        has tensors in them.
+
+        `flats` are the inputs of the model's graph, by micro-batch. `tangents_of` returns the tangents of a
+        micro-batch's outputs; None for a forward alone. After a backward, gradients are where an update finds them. The
+        `marker` records this rank's position.
 
         `flats` are the inputs of the model's graph, by micro-batch. `tangents_of` gives the tangents of a micro-batch's outputs where there
         is a backward; gradients are then where an update finds them. The `marker` is told where this rank is.
@@ -334,7 +346,7 @@ class PipelineRuntime(Runtime):
                 if action.stage == schedule.stages - 1 and action.kind is not Kind.I:
                     tangents.pop(number, None)
             channels.send(action, sent)
-            del sent  # (until it has left the channels hold it)
+            del sent  # (until it has left, the channels hold it)
         channels.finish()
         if tangents_of is not None:
             self._leave_gradients(workers.values())
@@ -351,14 +363,14 @@ class PipelineRuntime(Runtime):
         for name, value in sums.items():
             made = self.shards.gradient(name, value)
             held = params[name].grad
-            if held is not None and self.counts(name):  # (the sum over stages so far is added on one of them)
+            if held is not None and self.counts(name):  # (the sum over earlier calls is added on one stage only)
                 made = held + made
             params[name].grad = made
         self.own_steps += 1
         self.clock.reduced = True
 
     def everywhere(self, losses: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        """The micro-batches' losses, 0-dim float32 (float64 where they are), which the rank with the last stage has, on all ranks."""
+        """Return the micro-batches' losses, which the rank with the last stage has, on all ranks: 0-dim float64."""
         source = self.line.ranks[self.partition.schedule.rank_of[-1]]
         vector = torch.zeros(len(losses), dtype=torch.float64, device=self.device)
         if dist.get_rank() == source:

@@ -1,6 +1,8 @@
-"""One stage of a pipeline, simulated: what each action of a schedule takes on it, and what a micro-batch leaves there for its backward.
+"""Simulates one stage of a pipeline: what each action of a schedule takes on it, and what a micro-batch keeps there for
+its backward.
 
-Forward and backward are timed as one program, as any step is, up to the turn and from there. A backward in two parts is two programs.
+Forward and backward are timed as one program, like any step, and divided where the backward begins. A backward in two
+parts is two programs.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ from zgraph.torch_compat import aot
 
 
 class SimulatedStage:
-    """A stage's programs, simulated when they are first asked for. Does a step reduce gradients `once`, after its last backward?"""
+    """A stage's programs, simulated when first asked for. `once`: a step reduces gradients once, after its last
+    backward.
+    """
 
     def __init__(self, step: StepProgram, costs: Costs, once: bool) -> None:
         self.step = step
@@ -35,12 +39,14 @@ class SimulatedStage:
         self.once = once
         self._joint: dict[tuple[Variant, float], Forecast] = {}
         self._forward_ends: dict[Variant, int] = {}
-        self._leads: dict[Variant, float] = {}  # with how many seconds all that starts ahead is there
+        self._leads: dict[Variant, float] = {}  # seconds after which all early-started transfers have arrived
         self._apart: dict[tuple[Variant, Kind], Forecast | None] = {}
         self._values: dict[tuple[Variant, bool, bool], Values] = {}
 
     def variant(self, action: Action, *, first: bool, last: bool) -> Variant:
-        """Which of the stage's programs an action runs. Is it the `first` forward of a step, or the `last` backward?"""
+        """Return the variant of the stage's program that an action runs. `first`: the first forward of a step; `last`:
+        the last backward.
+        """
         keeps = self.step.keeps
         if action.kind is Kind.F and first and keeps:
             return PLAIN
@@ -50,7 +56,7 @@ class SimulatedStage:
         return Variant(keeps, reduce=reduces, accumulated=reduces and self.step.plan.micro_batches > 1)
 
     def seconds(self, kind: Kind, variant: Variant, lead: float = 0.0) -> float:
-        """How long a program of this kind takes, if what starts ahead of it does so many seconds before."""
+        """Return the seconds of a program of this kind, if its early transfers start `lead` seconds before it."""
         whole = self.joint(variant, lead)
         ends = whole.clock[self._forward_ends[variant]]
         if kind is Kind.F:
@@ -61,11 +67,13 @@ class SimulatedStage:
         return part.seconds if part is not None else 0.0
 
     def exposed(self, variant: Variant) -> float:
-        """Seconds of communication that nothing hides, of forward and backward."""
+        """Return the seconds of communication that nothing hides, in forward and backward."""
         return sum(self.joint(variant).exposed.values(), 0.0)
 
     def values(self, variant: Variant, *, apart: bool = False, adds: bool = False) -> Values:
-        """What there is while its parts run. Is the backward in two (`apart`), and does it add to gradients of earlier micro-batches in place?"""
+        """Return the bytes of the parts of a program. `apart`: the backward has two parts; `adds`: it adds to gradients
+        of earlier micro-batches in place.
+        """
         key = (variant, apart, adds)
         if key not in self._values:
             program = self.step.history(variant).program
@@ -76,11 +84,15 @@ class SimulatedStage:
         return self._values[key]
 
     def memory(self, kind: Kind, variant: Variant, *, adds: bool = False) -> dict[str, int]:
-        """The bytes by category where they are most, while a program of this kind runs, without what there is all the time (see `Values`)."""
+        """Return the bytes by category at the peak of a program of this kind, without what is on the device during the
+        whole step (see `Values`).
+        """
         return self.values(variant, apart=kind in (Kind.I, Kind.W), adds=adds).peaks[kind]
 
     def joint(self, variant: Variant, lead: float = 0.0) -> Forecast:
-        """Forward and backward as one program, of which what starts ahead does so `lead` seconds before."""
+        """Return the forecast of forward and backward as one program, whose early transfers start `lead` seconds before
+        it.
+        """
         program = self.step.history(variant).program
         if variant not in self._forward_ends:
             forward = [i for i, n in enumerate(program.nodes) if n.op != "output" and info(n).phase is Phase.FORWARD]
@@ -91,7 +103,7 @@ class SimulatedStage:
         key = (
             variant,
             min(round(lead, 9), self._leads[variant]),
-        )  # (waits that differ by rounding, or are long, are one)
+        )  # (leads that differ by rounding, or are longer than needed, share a forecast)
         if key not in self._joint:
             self._joint[key] = simulate(program, self.costs, key[1])
         return self._joint[key]
@@ -101,7 +113,7 @@ class SimulatedStage:
         return parts.backward if kind is Kind.I else parts.weights
 
     def part(self, kind: Kind, variant: Variant) -> Forecast | None:
-        """One part of a backward that is in two; None where there is nothing to do."""
+        """Return the forecast of one part of a backward in two parts; None if the part is empty."""
         if (variant, kind) not in self._apart:
             program = self._program(kind, variant)
             self._apart[variant, kind] = simulate(program, self.costs) if program is not None else None
@@ -109,7 +121,7 @@ class SimulatedStage:
 
     @cached_property
     def parameters(self) -> int:
-        """The bytes of a rank's part of the stage's parameters on the device."""
+        """The bytes of the stage's parameters on one rank's device."""
         program = self.step.captured
         return sum(most_bytes(n) for n in self._inputs(self.step.history().program, InputRole.PARAMETER)) + idle_bytes(
             program
@@ -117,21 +129,21 @@ class SimulatedStage:
 
     @cached_property
     def gathered(self) -> int:
-        """The bytes of whole weights that stay from the first forward of a step to its last backward."""
+        """The bytes of whole weights that are kept from the first forward of a step to its last backward."""
         return sum(
             most_bytes(n) for p, n in self.step.history().program.output_items() if p.role is OutputRole.UNSHARDED
         )
 
     @cached_property
     def gradients(self) -> int:
-        """The bytes of gradients on the device that wait between micro-batches."""
+        """The bytes of gradients that wait on the device between micro-batches."""
         program = self.step.history(self._usual).program
         given = (n for p, n in program.output_items() if p.role is OutputRole.GRADIENT and info(n).home is None)
         return sum(most_bytes(n) for n in given)
 
     @cached_property
     def given(self) -> int:
-        """The bytes of a micro-batch's outputs that the stage makes: they stay until the step ends."""
+        """The bytes of a micro-batch's outputs that the stage computes; they stay until the step ends."""
         program = self.step.history().program
         on = sources(program.nodes, self.costs.fused)
         made = {s for p, n in program.output_items() if p.role is OutputRole.OUTPUT and n in on for s in on[n]}
@@ -139,29 +151,30 @@ class SimulatedStage:
 
     @cached_property
     def lent(self) -> frozenset[int]:
-        """What the stage sends of a micro-batch and holds itself as long, values that it saves or that were given to it: by places among all
-        that it sends forward. (Stages that are alike have other names.)"""
+        """The values that the stage sends and also keeps itself until the backward (saved values, or its own inputs),
+        as indices among all that it sends forward. (Names differ between equal stages.)
+        """
         held = self.values(self._usual).lent
         return frozenset(place for place, name in enumerate(sent_names(self.step.captured)) if name in held)
 
     @cached_property
     def inputs(self) -> int:
-        """The bytes of a micro-batch that the stage reads of the user's."""
+        """The bytes of a micro-batch's inputs that the stage reads."""
         return sum(most_bytes(n) for n in self._inputs(self.step.history().program, InputRole.INPUT))
 
     @cached_property
     def saved(self) -> int:
-        """The bytes that a micro-batch holds from its forward to its backward."""
+        """The bytes that a micro-batch keeps from its forward to its backward."""
         return self.values(self._usual).saved
 
     @cached_property
     def kept(self) -> int:
-        """The bytes that it holds from the first part of its backward to the second."""
+        """The bytes that a micro-batch keeps from the first part of its backward to the second."""
         return self.values(self._usual, apart=True).kept if self.step.differentiated else 0
 
     @property
     def _usual(self) -> Variant:
-        """That of most micro-batches."""
+        """The variant that most micro-batches run."""
         reduces = not self.once or self.step.plan.micro_batches == 1 or not self.step.differentiated
         return Variant(self.step.keeps, reduce=reduces)
 
@@ -171,13 +184,14 @@ class SimulatedStage:
 
 
 def sent_names(program: Program) -> list[str]:
-    """What a stage sends forward, in order."""
+    """Return the names of what a stage sends forward, in order."""
     return [port.name for port in program.outputs if port.role is OutputRole.SENT]
 
 
 def likeness(step: StepProgram) -> str:
-    """Equal for stages of which all that passes look at is equal, and so what they make of them; names are left out where nothing goes
-    by them."""
+    """Return a text that is equal for stages to which passes do the same. Names are left out, unless the plan selects
+    by name.
+    """
     program, plan = step.captured, step.plan
     by_name = bool(plan.passes) or isinstance(plan.recompute, tuple) or ":" in plan.recompute
     modules: dict[str, int] = {}

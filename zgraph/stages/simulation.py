@@ -1,7 +1,8 @@
-"""How long a schedule takes, and where its ranks idle: its actions as spans of time, without running anything.
+"""Simulates a schedule: its actions as spans of time, and where its ranks idle, without running anything.
 
-A rank runs its actions one after another, each as soon as all it waits for has arrived. What a stage sends leaves when the action that made
-it ends, and travels while its rank computes on; transfers from one rank to another go one after another. Stages on one rank need none.
+A rank runs its actions one after another, each as soon as all it waits for has arrived. What a stage sends leaves when
+the action that made it ends, and travels while its rank computes on; transfers from one rank to another go one after
+another. Stages on one rank need none.
 """
 
 from __future__ import annotations
@@ -20,25 +21,25 @@ __all__ = ["Durations", "Span", "Timeline", "Times", "replay"]
 
 
 class Durations(Protocol):
-    """What says how long actions take."""
+    """What tells how long actions take."""
 
     def of(self, action: Action, waited: float) -> float:
-        """Its seconds. Its rank has `waited` so long for what it receives, with nothing to compute."""
+        """Return the seconds of an action. Its rank has `waited` for that many seconds for what it receives, with
+        nothing to compute.
+        """
 
 
 @dataclass(frozen=True)
 class Times:
-    """The seconds that each stage's actions take, alike for all micro-batches."""
+    """The seconds that each stage's actions take, the same for all micro-batches."""
 
-    forward: Sequence[float]
-    backward: Sequence[float] | None = None
-    """None: the sum of the two below."""
-    input_gradients: Sequence[float] | None = None
-    """None, like the next, where the schedule has no I and W."""
-    weight_gradients: Sequence[float] | None = None
+    forward: Sequence[float]  # of each stage's F
+    backward: Sequence[float] | None = None  # of each stage's B; None: the sum of the two below
+    input_gradients: Sequence[float] | None = None  # of each stage's I; None if the schedule has none
+    weight_gradients: Sequence[float] | None = None  # of each stage's W; None if the schedule has none
 
     def of(self, action: Action, waited: float = 0.0) -> float:
-        """Raise `ValueError` where nothing says how long such an action takes."""
+        """Return the seconds of an action. Raises `ValueError` if nothing tells them."""
         if action.kind is Kind.F:
             return self.forward[action.stage]
         if action.kind is Kind.B and self.backward is not None:
@@ -50,39 +51,40 @@ class Times:
 
 
 class Span(NamedTuple):
-    """An action, and when it runs, in seconds since the step began."""
+    """An action and the time at which it runs."""
 
-    action: Action
-    begin: float
-    end: float
+    action: Action  # what runs
+    begin: float  # seconds since the step began
+    end: float  # seconds since the step began
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """A step by a schedule, simulated."""
+    """A simulated step of a schedule."""
 
-    schedule: Schedule
-    spans: tuple[tuple[Span, ...], ...]
-    """For each rank its actions in order."""
+    schedule: Schedule  # what was simulated
+    spans: tuple[tuple[Span, ...], ...]  # each rank's actions, in order
 
     @property
     def makespan(self) -> float:
-        """The seconds from the first action's begin to the last one's end."""
+        """The seconds from the beginning of the first action to the end of the last one."""
         return max(row[-1].end for row in self.spans)
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """For each rank the seconds in which it computes."""
+        """The seconds in which each rank computes."""
         return tuple(sum(span.end - span.begin for span in row) for row in self.spans)
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """For each rank the other seconds of the step."""
+        """The seconds of the step in which each rank does not compute."""
         return tuple(self.makespan - busy for busy in self.busy)
 
     @property
     def bubble(self) -> float:
-        """The part of all ranks' time in which they idle, from 0 to 1: (p - 1) / (m + p - 1) for 1F1B with p equal stages and m micro-batches."""
+        """The share of all ranks' time in which they idle, from 0 to 1: (p - 1) / (m + p - 1) for 1F1B with p equal
+        stages and m micro-batches.
+        """
         whole = self.makespan * len(self.spans)
         return sum(self.idle) / whole if whole else 0.0
 
@@ -93,7 +95,11 @@ def replay(
     transfer: Callable[[int, int], float] | None = None,
     needs: Needs | None = None,
 ) -> Timeline:
-    """The step that ranks make by a schedule.
+    """Return the timeline of a step of a schedule.
+
+    `transfer` returns the seconds of one micro-batch's transfer from one stage to another (forward or backward); None
+    means that it takes no time. `needs` tells which stages send to which; None is a chain. The schedule must have
+    passed `check_table`. Raises `PlanError` for a deadlock.
 
     `transfer` gives the seconds of one micro-batch's transfer from one stage to another (forward or backward); None means that it takes no time.
     `needs` says which stages send to which; None is a chain. The schedule must have passed `check_table`. Raises `PlanError` for a deadlock.
@@ -103,16 +109,17 @@ def replay(
     for action, needed in waiting.items():
         for sender in needed:
             readers[sender].append(action)
-    free = [0.0] * schedule.ranks  # (when each rank has ended what it ran so far)
-    links: dict[tuple[int, int], float] = defaultdict(float)  # (the same of each pair of ranks and its transfers)
-    arrived: dict[Action, float] = defaultdict(float)  # (when the last of what an action waits for is there)
+    free = [0.0] * schedule.ranks  # (when each rank has ended its last action)
+    links: dict[tuple[int, int], float] = defaultdict(float)  # (when each pair of ranks has ended its last transfer)
+    arrived: dict[Action, float] = defaultdict(float)  # (when the last input of an action has arrived)
     spans: list[list[Span]] = [[] for _ in range(schedule.ranks)]
     for action in in_order(schedule, waiting):
         rank = schedule.rank_of[action.stage]
         begin = max(free[rank], arrived[action])
         end = free[rank] = begin + times.of(action, begin - free[rank])
         spans[rank].append(Span(action, begin, end))
-        # A rank's actions come here in its order, so each pair's transfers begin in the order in which they are made.
+        # Actions are visited in each rank's order, so the transfers of each pair begin in the order in which they are
+        # sent.
         for reader in sorted(readers[action]):
             there = schedule.rank_of[reader.stage]
             at = end

@@ -1,4 +1,6 @@
-"""One input signature of a model that is cut into stages: its capture, what crosses, and the programs of this rank's own stages."""
+"""Builds what serves one input signature of a model in stages: its capture, its cut, and the programs of this rank's
+own stages.
+"""
 
 from __future__ import annotations
 
@@ -38,41 +40,42 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Capture:
-    """The whole model, captured for one signature (`key`) in so many seconds: what dynamo traced, and the joint program in which the flat
-    outputs of `pattern` are differentiated: those that the loss reads, if it is `of_loss`. `kept`: see `Trace.buffers_kept`."""
+    """The whole model, captured for one signature."""
 
-    key: str
-    trace: Trace
-    pattern: frozenset[int]
-    joint: Program
-    seconds: float
-    of_loss: bool
-    kept: Mapping[int, int]
+    key: str  # of the signature
+    trace: Trace  # what dynamo traced
+    pattern: frozenset[int]  # the flat outputs that are differentiated
+    joint: Program  # forward and backward as one graph
+    seconds: float  # that the capture took
+    of_loss: bool  # whether the loss chose `pattern`
+    kept: Mapping[int, int]  # buffers that are kept, by flat output (see `Trace.buffers_kept`)
 
 
 @dataclass(frozen=True)
 class Partition:
-    """Where a model is cut, and which rank runs which stage in which order: alike on all ranks, and for all signatures."""
+    """The cuts of a model, and which rank runs which stage in which order: the same on all ranks, and for all
+    signatures.
+    """
 
-    cuts: Cuts
-    schedule: Schedule
+    cuts: Cuts  # where the model is cut
+    schedule: Schedule  # each rank's actions, in order
 
     def holders(self, stages: Stages) -> dict[str, tuple[int, ...]]:
-        """For each parameter the positions along "pp" of the ranks that hold it."""
+        """Return for each parameter the positions along "pp" of the ranks that store it."""
         return {name: tuple(sorted({self.schedule.rank_of[s] for s in held})) for name, held in stages.holders.items()}
 
 
 @dataclass(frozen=True)
 class RankStages:
-    """Which stages of a partition a rank runs."""
+    """The stages of a partition that a rank runs."""
 
-    partition: Partition
+    partition: Partition  # the cuts and the schedule
     position: int  # of the rank, along "pp"
-    once: bool  # does a step reduce gradients once, after its last backward?
+    once: bool  # whether a step reduces gradients once, after its last backward
 
 
 def needs_of(stages: Stages) -> Needs:
-    """Which stages send to which."""
+    """Return which stages send to which."""
 
     def senders(back: bool) -> tuple[tuple[int, ...], ...]:
         found: list[set[int]] = [set() for _ in stages.programs]
@@ -85,36 +88,42 @@ def needs_of(stages: Stages) -> Needs:
 
 
 def partition(joint: Program, plan: Plan, ranks: int, costs: Costs, module: nn.Module) -> Partition:
-    """Where the plan cuts the captured program of `module` for so many ranks along "pp". Raises `PlanError`."""
+    """Return where the plan cuts the captured program of `module`, for this number of ranks along "pp". Raises
+    `PlanError` if it can't be cut so.
+    """
     check_names(joint, plan.tiles)
     if plan.context_attention == "ring":
-        refuse_without_attention(joint)  # (a stage can't know that no other one has any)
+        refuse_without_attention(joint)  # (a single stage can't tell whether another one has attention)
     schedule = make_schedule(plan.schedule, ranks, plan.micro_batches, plan.virtual_stages)
     types = {path: type(child).__name__ for path, child in module.named_modules(remove_duplicate=False)}
     return Partition(find_cuts(joint, schedule.stages, plan.partition, costs, types=types), schedule)
 
 
 def cut(joint: Program, found: Partition) -> Stages:
-    """The stages' programs. Raises `PlanError` where the schedule would wait for ever for what crosses."""
+    """Return the stages' programs. Raises `PlanError` if the schedule would wait forever for what they send."""
     stages = cut_stages(joint, assign(joint, found.cuts), found.schedule.stages)
     check(found.schedule, needs_of(stages))
     return stages
 
 
 def reduces_once(plan: Plan, sizes: Mapping[str, int]) -> bool:
-    """Does a step reduce its gradients once, after the backwards of all micro-batches? `sizes` is the mesh within a stage."""
+    """Return whether a step reduces its gradients once, after the backwards of all micro-batches. `sizes` is the mesh
+    within a stage.
+    """
     return plan.zero < 2 and math.prod(sizes.get(dim, 1) for dim in DATA_DIMS) > 1
 
 
 def joint_of(trace: Trace, plan: Plan, name: str, pattern: frozenset[int]) -> Program:
-    """The captured program in which these outputs are differentiated."""
+    """Return the captured program in which these outputs are differentiated."""
     decompositions = inductor_code.inductor_decompositions() if plan.backend == "inductor" else {}
     return trace.joint(pattern, decompositions, name)
 
 
 @contextlib.contextmanager
 def without_fast_path() -> Iterator[None]:
-    """Let torch's own encoder layers read their parameters one after the other in evaluation too, as when they train."""
+    """Turn off the fast path of torch's encoder layers inside, so that they read their parameters one by one in
+    evaluation too, as in training.
+    """
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -124,7 +133,9 @@ def without_fast_path() -> Iterator[None]:
 
 
 class Staged(Serves):
-    """What serves one input signature on this rank; in place of `zgraph.build.step_program.Entry` where there are stages."""
+    """What serves one input signature on this rank; takes the place of `zgraph.build.step_program.Entry` if there are
+    stages.
+    """
 
     def __init__(
         self,
@@ -162,20 +173,22 @@ class Staged(Serves):
         }
         self._sizes = capture.joint.sizes.names
         self._likes_at = likes_of(self.stages.transfers, self._sizes)
-        self.routes: dict[tuple[str, int], Routes] = {}  # by the names of schedules, and their numbers of micro-batches
-        self.follows: Mapping[int, Mapping[int, str]] = {}  # dimensions of flat outputs that have a padded size: which
-        self.seen = False  # (has a batch of this signature been compared between the ranks of a pipeline?)
+        self.routes: dict[tuple[str, int], Routes] = {}  # by the schedule's name and its number of micro-batches
+        # dimensions of flat outputs that have a padded size, with its name
+        self.follows: Mapping[int, Mapping[int, str]] = {}
+        self.seen = False  # whether a batch of this signature has been compared between the ranks of a pipeline
         self.settled = self.unsettled = self.unsettled_before = False
         self.only = {}
 
     def likes(self, flat: Sequence[Any]) -> Likes:
-        """What the transfers between stages are like in a call with these flat inputs. Raises `SignatureError` for sizes that the programs do not
-        hold for."""
+        """Return the shapes of the transfers between stages in a call with these flat inputs. Raises `SignatureError`
+        for sizes that the programs do not take.
+        """
         step = self.program()
         return self._likes_at(tuple(step.sizes_of_call(flat).values()) if self._sizes else ())
 
     def program(self) -> StepProgram:
-        """That of this rank's first stage."""
+        """Return the program of this rank's first stage."""
         return next(iter(self.steps.values()))
 
     def programs(self) -> list[StepProgram]:
@@ -185,8 +198,10 @@ class Staged(Serves):
 def loss_pattern(
     trace: Trace, loss_of: Callable[[Any], torch.Tensor] | None, module: nn.Module, args: Any, kwargs: Any
 ) -> frozenset[int]:
-    """The flat outputs that a step differentiates: the model's own loss, else those that `loss_of` an output (here of zeros) reads. Raises
-    `StepError` where it reads parameters, whose gradients only the last stage's ranks would have."""
+    """Return the flat outputs that a step differentiates: the model's own loss, else the outputs that `loss_of` reads
+    (it is run on zeros). Raises `StepError` if `loss_of` reads parameters: only the last stage's ranks would have their
+    gradients.
+    """
     if loss_of is None or not trace.differentiable:
         return trace.pattern
     returned: Any = trace.flat.graph_module.graph.output_node().args[0]
@@ -209,8 +224,10 @@ def loss_pattern(
 def refuse_state(
     traced: Trace, again: Callable[[], Trace], micro_batches: int, module: nn.Module, args: Any, kwargs: Any
 ) -> dict[int, int]:
-    """Raise `CaptureError` for a forward whose Python state or replaced tensors the programs of stages can't follow. `again` captures it as it is
-    after a call. Returns the buffers that are kept, by flat output (see `Trace.buffers_kept`)."""
+    """Raise `CaptureError` if the forward changes Python state or replaces tensors in a way that the programs of stages
+    can't follow. `again` captures it in the state after a call. Return the buffers that are kept, by flat output (see
+    `Trace.buffers_kept`).
+    """
     kept = traced.buffers_kept(module, args, kwargs)
     if micro_batches > 1 and not traced.flat.effects.is_empty:
         _refuse_changing(traced, again, module, args, kwargs)
@@ -219,8 +236,10 @@ def refuse_state(
 
 
 def _refuse_changing(first: Trace, again: Callable[[], Trace], module: nn.Module, args: Any, kwargs: Any) -> None:
-    """Raise `CaptureError` for a forward that changes Python state which it depends on, at every call: a step runs one program for all of its
-    micro-batches. (Once is how a model finishes its construction.) `again` captures it as it is then."""
+    """Raise `CaptureError` for a forward that changes, in every call, Python state that it depends on: a step runs one
+    program for all of its micro-batches. (One change is fine: a model may finish its construction so.) `again` captures
+    it in the state after a call.
+    """
     with left_by(first, module, args, kwargs) as stale:
         if stale is None or not stale.lasts:
             return
@@ -237,7 +256,7 @@ def _refuse_changing(first: Trace, again: Callable[[], Trace], module: nn.Module
 
 @contextlib.contextmanager
 def left_by(trace: Trace, module: nn.Module, args: Any, kwargs: Any) -> Iterator[Any]:
-    """With Python's state as a call leaves it; yields what of it the program does not fit any more."""
+    """Put Python's state as a call leaves it inside; yields what of it the program does not fit any more, or None."""
     values = flat_values(trace.flat)
     with trace.flat.effects.undone():
         trace.flat.around(lambda *_: values, module, args, kwargs)
@@ -245,8 +264,10 @@ def left_by(trace: Trace, module: nn.Module, args: Any, kwargs: Any) -> Iterator
 
 
 def _refuse_carried(trace: Trace, kept: Mapping[int, int], module: nn.Module, args: Any, kwargs: Any) -> None:
-    """Raise `CaptureError` for a forward that reads a tensor of the model's which it replaces by another: programs of several micro-batches get
-    what was there before the first, and only the rank with the last stage would have the new one. (Buffers that are `kept` are the same.)"""
+    """Raise `CaptureError` for a forward that reads a tensor of the model and replaces it by another: the programs of
+    all micro-batches would read the tensor from before the step, and only the rank with the last stage would have the
+    new one. (Buffers in `kept` stay the same tensors.)
+    """
     flat = trace.flat
     if flat.effects.is_empty:
         return
@@ -260,7 +281,9 @@ def _refuse_carried(trace: Trace, kept: Mapping[int, int], module: nn.Module, ar
         made[at] = elsewhere[at] = before[buffer]
 
     def replayed(values: list[Any]) -> tuple[str | None, str | None]:
-        """After such outputs: the state that is no longer as it was captured, and else a tensor that is another."""
+        """Return, for the model after a call with these outputs: (the state that differs from the capture, else None;
+        if none does, the name of a tensor that was replaced).
+        """
         with flat.effects.undone():
             flat.around(lambda *_: values, module, args, kwargs)
             stale = flat.stale(module, args, kwargs)
@@ -272,7 +295,8 @@ def _refuse_carried(trace: Trace, kept: Mapping[int, int], module: nn.Module, ar
             return None, next((trace.source(i) for i in moved), None)
 
     stale, found = replayed(made)
-    if stale is not None and stale != replayed(elsewhere)[0]:  # (a flag, say, is the same on all ranks)
+    # (if it is the same with and without tensors, a flag say, all ranks have it)
+    if stale is not None and stale != replayed(elsewhere)[0]:
         found = stale
     if found is not None:
         raise CaptureError(

@@ -1,4 +1,6 @@
-"""One training step of a model in stages, and a forward alone: micro-batches in, the schedule run, the output put together."""
+"""Runs one training step of a model in stages, or a forward alone: cuts the batch, runs the schedule, and joins the
+output.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ from zgraph.stages.stage_programs import Staged
 def train_step(
     runtime: PipelineRuntime, loss_fn: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """See `zgraph.api.handle.Handle.train_step`."""
+    """Run one whole training step (see `zgraph.api.handle.Handle.train_step`)."""
     refuse_hooks(runtime.shards.params())
     _refuse_module_hooks(runtime.module)
     if runtime.buckets is not None and loss_fn is not None:
@@ -57,7 +59,7 @@ def _train_step(
     runtime.refuse_other_batch(staged, calls[0])
     if not staged.pattern:
         raise StepError("a training step without gradients", hint="call train_step outside of torch.no_grad()")
-    if loss_fn is None:  # (the rank with the last stage is not to find out alone)
+    if loss_fn is None:  # (checked on all ranks: the one with the last stage must not find out alone)
         call, rest, others = given[0]
         refuse_rest(named(runtime, call), rest, others)
         if staged.trace.loss is None:
@@ -75,7 +77,7 @@ def _train_step(
         leaves = {i: values[i].detach().requires_grad_() for i in sorted(staged.pattern)}
         seen = [leaves.get(i, v) for i, v in enumerate(values)]
         flat = staged.trace.flat
-        with torch.enable_grad(), flat.effects.undone():  # (they happen when the outputs are put together)
+        with torch.enable_grad(), flat.effects.undone():  # (they take effect when the outputs are put together)
             output = flat.around(lambda *_: seen, runtime.module, *call)
             loss = loss_of(output, loss_fn, named(runtime, call), rest, others)
             scaled = torch.as_tensor(weights[number], dtype=loss.dtype, device=loss.device)
@@ -108,7 +110,7 @@ def compile_first(runtime: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def refuse_gradients() -> None:
-    """Raise `StepError` for a forward alone that would have gradients."""
+    """Raise `StepError` for a forward alone with gradients enabled."""
     if torch.is_grad_enabled():
         raise StepError(
             "a model in stages can't run a forward with gradients by itself",
@@ -119,9 +121,10 @@ def refuse_gradients() -> None:
 
 
 def forward_only(runtime: PipelineRuntime, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The model's output without gradients: the loss, if it has one, on all ranks; other tensors on the ranks with the last stage, None on
-    the others. The batch goes through in the plan's micro-batches where they divide it, else whole. Raises `StepError` where there would be
-    gradients."""
+    """Return the model's output without gradients: the loss, if it has one, on all ranks; other tensors on the ranks
+    with the last stage, None on the others. The batch is cut into the plan's micro-batches if their number divides it,
+    else it goes through whole. Raises `StepError` if gradients are enabled.
+    """
     refuse_gradients()
     with runtime.padded(args, in_order(runtime, kwargs)) as batch:
         return _forward_only(runtime, *batch)
@@ -141,7 +144,9 @@ def _forward_only(runtime: PipelineRuntime, args: tuple[Any, ...], kwargs: dict[
 
 
 def _refuse_module_hooks(module: nn.Module) -> None:
-    """Raise `UnsupportedError` for hooks on the compiled model itself: a step in stages does not call it, only its stages' programs."""
+    """Raise `UnsupportedError` for hooks on the compiled model itself: a step in stages runs its stages' programs and
+    does not call it.
+    """
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         raise UnsupportedError(
             "the model has hooks of its own, in a pipeline",
@@ -154,8 +159,9 @@ def _refuse_module_hooks(module: nn.Module) -> None:
 def _complete(
     runtime: PipelineRuntime, staged: Staged, flats: Sequence[Sequence[Any]], outputs: list[list[Any]]
 ) -> None:
-    """Put into the outputs of all ranks the micro-batches' losses, where the model gives one: so far the last stage's rank has them; and the
-    buffers that forward keeps as it has written to them: each rank's own."""
+    """Complete the outputs on each rank: with the micro-batches' losses, which only the last stage's rank has so far;
+    with the buffers that forward keeps, as this rank has written them; and cut off the padding.
+    """
     at = staged.trace.loss
     if at is not None:
         for values, loss in zip(outputs, runtime.everywhere([values[at] for values in outputs]), strict=True):
@@ -197,7 +203,7 @@ def _joined(
 
 
 def _forwards(schedule: Schedule, micro_batches: int) -> Schedule:
-    """Its forwards alone, in their order; of another number of micro-batches, stage by stage."""
+    """Return a schedule of the forwards alone, in the same order; for another number of micro-batches, stage by stage."""
     if micro_batches == schedule.micro_batches:
         rows = tuple(tuple(a for a in schedule.of(rank) if a.kind is Kind.F) for rank in range(schedule.ranks))
     else:

@@ -1,5 +1,6 @@
-"""A simulated schedule for Perfetto and chrome://tracing, in the form of `zgraph.inspection.trace`: a process for each rank of "pp", in it
-a lane for each of its stages."""
+"""Writes a simulated schedule for Perfetto and chrome://tracing, like `zgraph.inspection.trace`: a process for each
+rank of "pp", with a lane for each of its stages.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ __all__ = ["trace_of"]
 
 
 def trace_of(timeline: Timeline) -> dict[str, Any]:
-    """The trace: a complete event, in microseconds, for each action."""
+    """Return the trace: a complete event, in microseconds, for each action."""
     events: list[dict[str, Any]] = []
     for rank, row in enumerate(timeline.spans):
         events.append({"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}})

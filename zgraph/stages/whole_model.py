@@ -1,4 +1,4 @@
-"""The whole model of a pipeline, captured for a micro-batch: what it is cut by, and what each new input signature is captured from."""
+"""Captures the whole model of a pipeline for a micro-batch: to cut it, and for each new input signature."""
 
 from __future__ import annotations
 
@@ -33,27 +33,28 @@ from zgraph.update.owned_parameters import within
 
 @dataclass
 class WholeModel:
-    """All that is needed to capture a compiled model whole. `mesh` and `everyone` are of all stages."""
+    """What is needed to capture a compiled model whole."""
 
-    module: nn.Module
-    forward_function: Callable[..., Any]
-    plan: Plan
-    sizes: dict[str, int]
-    mesh: DeviceMesh
-    specs: dict[str, ParamSpec]
-    device: torch.device
-    everyone: Agreement
-    seed: int
-    loss_fn: Callable[..., Any] | None
+    module: nn.Module  # the user's model
+    forward_function: Callable[..., Any]  # the module's own forward
+    plan: Plan  # the user's plan
+    sizes: dict[str, int]  # of the mesh, by dimension
+    mesh: DeviceMesh  # of all stages
+    specs: dict[str, ParamSpec]  # each parameter's layout, by name
+    device: torch.device  # where the model computes
+    everyone: Agreement  # the ranks of all stages
+    seed: int  # for initialising parameters
+    loss_fn: Callable[..., Any] | None  # the user's loss of the output; None if the model returns its loss
 
     @property
     def staged(self) -> bool:
-        """Whether it will be cut into stages, and not only divided."""
+        """Whether the model will be cut into stages, and not only divided."""
         return self.sizes.get(STAGE_DIM, 1) > 1
 
     def to_cut_by(self, args: tuple[Any, ...], kwargs: dict[str, Any], trains: bool) -> Capture:
-        """The model as it trains, for a call's first micro-batch. Of a call that does not train, and may have no targets, all outputs
-        count."""
+        """Capture the model in training, for a call's first micro-batch. If the call does not train, and so may have no
+        targets, all outputs are differentiated.
+        """
         size, parts = batch_size(args, kwargs), self.plan.micro_batches
         parts = 1 if not trains and size is not None and size % parts else parts
         first, rest, others = for_forward(self, *split_batch(args, kwargs, parts, uneven=None)[0])
@@ -69,8 +70,9 @@ class WholeModel:
         by_loss: bool = True,
         open_sizes: OpenSizes | None = None,
     ) -> Capture:
-        """The whole model, for one micro-batch; differentiated is what the loss reads, if that is asked for. Sizes that are `open_sizes` are
-        symbols."""
+        """Capture the whole model for one micro-batch. The outputs that the loss reads are differentiated, if
+        `by_loss`. Sizes in `open_sizes` are symbols.
+        """
         start = time.perf_counter()
         inner = within(self.sizes)
         precision = self.plan.resolved_precision()

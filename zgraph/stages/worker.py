@@ -27,17 +27,17 @@ from zgraph.stages.stage_tasks import Duty
 from zgraph.torch_compat import autograd_state
 
 _USERS = (InputRole.INPUT, InputRole.BUFFER, InputRole.CONSTANT)
-# Inputs that somebody else still has when a program is over.
+# Inputs that others still hold when a program ends.
 _STAY = frozenset({*_USERS, InputRole.TANGENT, InputRole.UNSHARDED})
 
 
 @dataclass
 class _Batch:
-    """What one micro-batch has here between its actions."""
+    """The values of one micro-batch on this stage, between its actions."""
 
-    flat: Sequence[Any]
-    received: dict[str, torch.Tensor] = field(default_factory=dict)
-    saved: dict[str, torch.Tensor] = field(default_factory=dict)
+    flat: Sequence[Any]  # the inputs of the model's graph
+    received: dict[str, torch.Tensor] = field(default_factory=dict)  # by name: what other stages sent
+    saved: dict[str, torch.Tensor] = field(default_factory=dict)  # by name: saved values for the backward
 
 
 class Worker:
@@ -53,7 +53,7 @@ class Worker:
         self._kept: dict[str, torch.Tensor] = {}
         self._in_flight: dict[str, torch.Tensor] = {}
         self._batches: dict[int, _Batch] = {}
-        self._sources = Sources(  # (none holds this worker: its tensors go when it does)
+        self._sources = Sources(  # (no source refers to this worker, so its tensors are freed with it)
             {
                 InputRole.PARAMETER: self._parameter,
                 InputRole.UNSHARDED: self._kept.__getitem__,
@@ -65,7 +65,9 @@ class Worker:
         )
 
     def begin(self) -> None:
-        """Start the gathers that the next forward begins with, unless they are on their way: what it receives need not be there yet."""
+        """Start the gathers that the next forward begins with, unless they are in flight or done: they need not wait
+        for what the stage receives.
+        """
         if self._kept or self._in_flight:
             return
         for executable in self.step.first_gathers():
@@ -77,8 +79,10 @@ class Worker:
     def forward(
         self, micro_batch: int, flat: Sequence[Any], received: dict[str, torch.Tensor]
     ) -> tuple[dict[int, Any], dict[str, torch.Tensor]]:
-        """(the outputs that this stage gives, by their positions; what it sends, by name). `flat` are the inputs of the model's graph for
-        this micro-batch. What was `received` is let go as the program goes: the caller's dict is emptied."""
+        """Run a forward; return (this stage's outputs, by position; what it sends, by name). `flat` are the inputs of
+        the model's graph for this micro-batch. The `received` values are released as the program reads them: the dict
+        loses what no backward reads.
+        """
         self.begin()
         self.runtime.votes.random(self.step)
         executable = self.step.forward(bool(self._kept))
@@ -108,8 +112,10 @@ class Worker:
     def backward(
         self, action: Action, tangents: Mapping[int, torch.Tensor], returned: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """What this action (a backward, or a part of one) gives to earlier stages, by name. What was `returned` is let go as in `forward`."""
-        if not self.step.differentiated:  # (all that is in and before this stage is frozen)
+        """Run a backward, or a part of one; return what it sends to earlier stages, by name. The `returned` values are
+        released as in `forward`.
+        """
+        if not self.step.differentiated:  # (all parameters in this stage and before it are frozen)
             return {}
         reduce, accumulated = self.duty.reduction(action, self.runtime.once, bool(self.gradients))
         batch = self._batches[action.micro_batch]
@@ -149,10 +155,10 @@ class Worker:
         return found
 
     def _let_go(self, batch: _Batch, kind: Kind) -> None:
-        """Forget what nothing reads that may run for a micro-batch after an action of this kind."""
+        """Release the values of a micro-batch that no program reads after an action of this kind."""
         if kind not in self._read_after:
             left = {Kind.W} if kind is Kind.I else self.duty.kinds - {Kind.F}
-            reduce = not self.runtime.once  # (the programs of the last micro-batch read the same)
+            reduce = not self.runtime.once  # (the programs of the last micro-batch read the same values)
             later = [e for k in sorted(left) if (e := self._backward(k, reduce, False)) is not None]
             roles = (InputRole.SAVED, InputRole.RECEIVED, InputRole.RETURNED)
             self._read_after[kind] = {p.name for e in later for p in e.program.inputs if p.role in roles}
@@ -167,8 +173,10 @@ class Worker:
         return inputs if kind is Kind.I else weights
 
     def _keep(self, gradients: dict[str, tuple[torch.Tensor, bool]], others: set[int]) -> None:
-        """Add what a program gave, and whether it came from a collective, to the sums. The first of each is its sum from then on, in memory of
-        its own: no part of it is on its way to another stage, or one of the `others`."""
+        """Add a program's gradients to the sums; each comes with whether a collective returned it. The first of each
+        becomes the sum, copied unless it owns its memory: it must not share memory with what is being sent, or with the
+        `others`.
+        """
         first = [name for name in gradients if name not in self.gradients]
         for name in gradients.keys() - set(first):  # (the program has not added it)
             self.gradients[name].add_(gradients[name][0])
@@ -178,7 +186,7 @@ class Worker:
     def _of_call(
         self, batch: _Batch, tangents: Mapping[int, torch.Tensor], returned: Mapping[str, torch.Tensor]
     ) -> Sources:
-        """Where a program's inputs come from in an action of this micro-batch."""
+        """Return where a program's inputs come from in an action of this micro-batch."""
         sizes = self.step.sizes_of_call(batch.flat) if self.step.captured.sizes else {}
         return self._sources.and_for_call(
             {
