@@ -1,4 +1,4 @@
-"""`programs` by the name that documents gave it before: `zgraph.programs` is the same."""
+"""An older name of `zgraph.programs`, which documents used."""
 
 from zgraph.build.planned_step import programs
 

@@ -81,9 +81,9 @@ class CaptureError(ZgraphError):
 
 
 class SizeError(CaptureError):
-    """A size that is to differ from call to call can't: the model makes a number of it, or more than arithmetic.
+    """A size that was declared dynamic but can't be: the model makes a Python number of it, or more than arithmetic.
 
-    `sizes` are the names of those that it is about; none where it may be any.
+    `sizes` are the names of the sizes that the error is about; () if it may be any.
     """
 
     sizes: tuple[str, ...] = ()
@@ -102,8 +102,12 @@ class StepError(ZgraphError, RuntimeError):
 
 
 class AssertionError(ZgraphError, builtins.AssertionError, RuntimeError):
-    """An assertion of the user's model that does not hold (`assert` on a tensor, `torch._assert`, `torch._check`), with its message; `where` is the
-    user's source line. Caught by `except AssertionError` and `except RuntimeError`, of which PyTorch raises one or the other."""
+    """An assertion of the user's model that does not hold (`assert` on a tensor, `torch._assert`, `torch._check`), with
+    its message.
+
+    `where` is the user's source line. It is caught by `except AssertionError` and by `except RuntimeError`, since
+    PyTorch raises one or the other.
+    """
 
 
 class OverflowError(StepError):
@@ -113,40 +117,34 @@ class OverflowError(StepError):
 class NonFiniteError(StepError):
     """A step with an infinite loss or gradient, or one that is no number; it has changed neither weights nor states.
 
-    `where` is the user's source line. `step` counts from 1; `micro_batch` and `rank` from 0. `module` is the path of the module in which the
-    first such value came into being, `node` that value's name in its program, `phase` "forward" or "backward". All but `step` are None
-    where running the step again did not show it.
+    `where` is the user's source line. All fields but `step` are None if running the step again did not reproduce the error.
     """
 
-    step: int = 0
-    micro_batch: int | None = None
-    rank: int | None = None
-    module: str | None = None
-    node: str | None = None
-    phase: str | None = None
+    step: int = 0  # the number of the step, from 1
+    micro_batch: int | None = None  # the number of the micro-batch, from 0
+    rank: int | None = None  # the rank, from 0
+    module: str | None = None  # the path of the module that computed the first value that is not finite
+    node: str | None = None  # that value's name in its program
+    phase: str | None = None  # "forward" or "backward"
 
 
 class RolledBackError(NonFiniteError):
-    """The same, after the last checkpoint was loaded: the run can go on from there.
+    """A `NonFiniteError` after which the last checkpoint was loaded: the run can continue from it."""
 
-    `tag` is that checkpoint's name, `client_state` what was saved with it, `lost` how many steps are to be made again.
-    """
-
-    tag: str = ""
-    client_state: dict[str, object] | None = None
-    lost: int = 0
+    tag: str = ""  # the name of the checkpoint
+    client_state: dict[str, object] | None = None  # what the script saved with it
+    lost: int = 0  # how many steps have to be run again
 
 
 class PassError(ZgraphError):
-    """A pass that failed; `where` names the pass. `failure` is what it, or the verifier after it, raised, and `history` the program's
-    way as far as it came (a `zgraph.passes.History`)."""
+    """A pass that failed; `where` names the pass."""
 
-    failure: Exception | None = None
-    history: object = None
+    failure: Exception | None = None  # the error of the pass, or of the verifier after it
+    history: object = None  # the passes that ran before (a `zgraph.passes.History`)
 
 
 class ContractError(PassError):
-    """A pipeline whose passes' contracts contradict each other: found before anything runs."""
+    """A pipeline whose passes' contracts contradict each other, found before any pass runs."""
 
 
 class VerifyError(PassError):
@@ -167,23 +165,26 @@ class VerifyError(PassError):
 
 
 class FilterError(ZgraphError, ValueError):
-    """A glob over a program's nodes that matches none of them; `hint` has the names nearest to it."""
+    """A glob over a program's nodes that matches none of them; `hint` has the nearest names."""
 
 
 class BundleError(ZgraphError):
-    """A bundle that can't be written, or read: of another version, damaged, or no bundle."""
+    """A bundle that can't be written or read: it has another version, is damaged, or is not a bundle."""
 
 
 class CheckpointError(ZgraphError):
-    """A checkpoint that can't be saved, or is damaged, of another model, or none; `where` is its file or folder."""
+    """A checkpoint that can't be saved, does not exist, is damaged, or is another model's; `where` is its file or
+    folder."""
 
 
 class LayoutError(ZgraphError):
-    """A value with other strides, dtype or size than its program was made for; `where` is the user's source line."""
+    """A value with other strides, dtype or size than its program was compiled for; `where` is the user's source
+    line."""
 
 
 class WrongValueError(ZgraphError):
-    """A value of compiled code that differs from what plain operators give for the same inputs; `where` is the user's source line."""
+    """A value of compiled code that differs from the result of plain operators on the same inputs; `where` is the
+    user's source line."""
 
 
 class LoweringError(ZgraphError):
@@ -191,33 +192,30 @@ class LoweringError(ZgraphError):
 
 
 class RankMismatchError(ZgraphError):
-    """Ranks that were about to run different programs: found by comparing hashes before the first step."""
+    """Ranks that were about to run different programs, found by comparing hashes before the first step."""
 
 
 class CollectiveError(ZgraphError):
-    """A collective that failed or timed out, mostly because another rank died; names it and its module. `absent` are the ranks that had not
-    arrived, as far as their heartbeats tell."""
+    """A collective that failed or timed out, mostly because another rank died; the message names it and its module."""
 
-    absent: tuple[int, ...] = ()
+    absent: tuple[int, ...] = ()  # the ranks that had not arrived, by their heartbeats
 
 
 class PeerError(CollectiveError):
-    """A step of a pipeline that another rank has left, for an error of its own; `where` and `why` are what that rank has said.
+    """A step of a pipeline that another rank has left because of its own error; `where` and `why` are that rank's."""
 
-    `rank` is its number, `stage` and `micro_batch` where it was in the schedule, None where it was behind it.
-    """
-
-    rank: int = 0
-    stage: int | None = None
-    micro_batch: int | None = None
+    rank: int = 0  # the rank that failed
+    stage: int | None = None  # the stage that it was running; None if its schedule was done
+    micro_batch: int | None = None  # the micro-batch that it was running; None if its schedule was done
 
 
 class UnsupportedError(ZgraphError, NotImplementedError):
-    """Something that zgraph does not do, refused rather than done in part."""
+    """Something that zgraph does not support, and refuses rather than doing it in part."""
 
 
 class SymbolicError(ZgraphError):
-    """A step that is no formula of its sizes; `where` names the node that differs, and the sizes at which it does."""
+    """A step that can't be expressed as a formula of its sizes; `where` names the node that differs, and the sizes
+    at which it does."""
 
 
 class OffloadError(ZgraphError):
@@ -225,7 +223,7 @@ class OffloadError(ZgraphError):
 
 
 class OutOfMemoryError(ZgraphError, RuntimeError):
-    """A device without room for a step, and what would have fitted; `where` is the user's source line."""
+    """A device that does not have enough memory for a step, with what would fit; `where` is the user's source line."""
 
 
 class TargetError(ZgraphError):

@@ -1,4 +1,5 @@
-"""What is said of a wrong name: the right one nearest to it. Loads nothing, so that the command line answers at once."""
+"""Names of modules and parameters, and hints for wrong names. Loads nothing, so that the command line answers at
+once."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A hint: the known name nearest to a wrong one, or all of them where none is near."""
+    """Return a hint: the known name nearest to a wrong one, or all of them if none is near."""
     names = list(dict.fromkeys(known))
     folded = {n.casefold(): n for n in names}
     near = difflib.get_close_matches(name.casefold(), folded, n=1)
@@ -20,7 +21,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def parameter_names(module: nn.Module) -> dict[str, list[str]]:
-    """All names of each parameter, by the first of them: a tied one has several, and plans may use any."""
+    """Return all names of each parameter, keyed by the first. A tied parameter has several, and plans may use any."""
     first: dict[int, str] = {}
     found: dict[str, list[str]] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
@@ -29,7 +30,7 @@ def parameter_names(module: nn.Module) -> dict[str, list[str]]:
 
 
 def module_names(module: nn.Module) -> dict[str, tuple[str, ...]]:
-    """All names of each module inside, by each of them: one that is shared has several, and plans may use any."""
+    """Return all names of each submodule, keyed by each of them. A shared module has several, and plans may use any."""
     groups: dict[int, list[str]] = {}
     for name, child in module.named_modules(remove_duplicate=False):
         groups.setdefault(id(child), []).append(name)
@@ -37,7 +38,7 @@ def module_names(module: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def around(names: Iterable[str]) -> list[str]:
-    """These names of a module or a parameter, and those of the modules that they lie in; the outermost first."""
+    """Return these names of a module or a parameter, and those of the modules around it, the outermost first."""
     found = {n: n.count(".") for name in names if name for n in _prefixes(name)}
     return sorted(found, key=found.__getitem__)
 
@@ -48,5 +49,5 @@ def _prefixes(name: str) -> Iterator[str]:
 
 
 def matches(names: Iterable[str], patterns: Iterable[str]) -> bool:
-    """Whether a pattern matches one of these names."""
+    """Return whether a pattern matches one of these names."""
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns for name in names)

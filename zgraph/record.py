@@ -22,7 +22,7 @@ _Value = TypeVar("_Value")
 
 
 class Table(dict[str, _Value]):
-    """A dict that can't be changed, as all of a plan."""
+    """A dict that can't be changed, like everything in a plan."""
 
     _field = "dynamic"
 
@@ -68,7 +68,7 @@ class Record(BaseModel, frozen=True, extra="forbid"):
             return super().model_validate_strings(obj, **options)
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """A copy with some fields replaced; unlike pydantic's own, the new values are checked."""
+        """Return a copy with some fields replaced. Unlike pydantic's own, it checks the new values."""
         if not update:
             return super().model_copy(deep=deep)
         return type(self)(**{name: getattr(self, name) for name in self.model_fields_set} | dict(update))
@@ -92,14 +92,14 @@ class Record(BaseModel, frozen=True, extra="forbid"):
         )
 
     def __repr_args__(self) -> Iterator[tuple[str, Any]]:
-        """Only what differs from the defaults."""
+        """Yield only the fields that differ from the defaults."""
         for name, field in type(self).model_fields.items():
             value = getattr(self, name)
             if value != field.get_default(call_default_factory=True):
                 yield name, value
 
 
-# Errors: pydantic's, told as zgraph tells its own.
+# Errors: pydantic's, as zgraph's own.
 
 
 @contextmanager
@@ -119,7 +119,7 @@ def joined(problems: list[PlanError]) -> PlanError:
 
 
 def _problems(record: type[Record], detail: Any) -> Iterator[PlanError]:
-    """One of pydantic's error details as `PlanError`s; several if an inner record reported several."""
+    """Yield one of pydantic's error details as `PlanError`s; several if an inner record reported several."""
     location = [part for part in detail["loc"] if part != "[key]"]
     where = _key_path(location)
     cause = detail.get("ctx", {}).get("error")

@@ -1,4 +1,4 @@
-"""Sizes and times as people read them. Loads nothing, so that the command line answers at once."""
+"""Texts for sizes, times and tables. Loads nothing, so that the command line answers at once."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Collection, Sequence
 
 
 def shown_bytes(size: float) -> str:
-    """A size: "1.50 GiB", "12.0 MiB", "96 bytes"."""
+    """Return a size as text: "1.50 GiB", "12.00 MiB", "96 bytes"."""
     if size < 2**20:
         return f"{size:.0f} bytes"
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.2f} MiB"
 
 
 def milliseconds(seconds: float) -> str:
-    """A time, in a unit that times can be compared in: "12.345 ms"."""
+    """Return a time as text in milliseconds, so that times can be compared: "12.345 ms"."""
     return f"{seconds * 1e3:.3f} ms"
 
 
 def columns(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> list[str]:
-    """The lines of a table, its head first: columns numbered in `left` begin at the left, all others end at the right."""
+    """Return the lines of a table, its head first: columns numbered in `left` are aligned left, all others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

@@ -1,1 +1,1 @@
-"""What was compiled, kept for later processes: the store, and what its entries depend on."""
+"""The cache of compiled programs for later processes: the store, and the conditions that its entries depend on."""

@@ -1,7 +1,7 @@
-"""What compiled programs depend on besides what they are made of: versions, sources, variables of the environment, settings, the processor.
+"""The conditions that compiled programs depend on besides their graphs: versions, sources, environment variables, settings, the processor.
 
-An entry of the cache is for one state of all of this. What is in here by mistake costs a compilation; what is missing would be a wrong program:
-so all variables of a kind are taken, and not the ones that are known to matter.
+An entry of the cache is valid for one state of all of these. A condition too many costs a compilation; a missing one would give a wrong program. So
+all environment variables of a kind count, not only those known to matter.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zgraph.torch_compat import torch_settings
 
 Unknown = torch_settings.Unknown
 
-# Variables that torch's compilers read: all that begin like this, and these by name.
+# Variables that torch's compilers read: all with these prefixes, and some by name.
 PREFIXES = (
     "AOT",
     "CUDA_",
@@ -61,13 +61,13 @@ NAMES = frozenset(
         "_TORCHINDUCTOR_TEST",
     }
 )
-# Of those, and of others that are read: where files are put, who takes part, what is written down. Programs do not depend on them.
+# Variables that programs do not depend on: folders of files, the ranks that take part, logging.
 IGNORED = frozenset(
     {
         "CI",
         "CONDA_EXE",
         "CONDA_PREFIX",
-        "CUDA_VISIBLE_DEVICES",  # (the device's own name and number of processors are looked at)
+        "CUDA_VISIBLE_DEVICES",  # (the device's own name and number of processors count)
         "LD_LIBRARY_PATH",
         "LOG_TLPARSE",
         "LOG_AUTOTUNE_RESULTS",
@@ -94,12 +94,12 @@ IGNORED = frozenset(
 
 
 def is_read(name: str) -> bool:
-    """Whether a variable of the environment is one that programs may depend on."""
+    """Return whether programs may depend on an environment variable."""
     return name not in IGNORED and (name in NAMES or name.startswith(PREFIXES))
 
 
 def conditions(device: torch.device) -> dict[str, Any]:
-    """All of it as it is now, as JSON values. Raises `Unknown`, with what it is, where that can't be said."""
+    """Return the present conditions as JSON values. Raises `Unknown` with the name of a setting that can't be read."""
     return {
         "versions": _versions(),
         "source": source(),
@@ -111,7 +111,7 @@ def conditions(device: torch.device) -> dict[str, Any]:
 
 
 def key_of(found: dict[str, Any]) -> str:
-    """The hash of conditions."""
+    """Return the hash of conditions."""
     return hashed(json.dumps(found, sort_keys=True))
 
 
@@ -132,7 +132,7 @@ def _versions() -> dict[str, str]:
 
 @functools.cache
 def source() -> str:
-    """The hash of zgraph's own source, of passes and code generation with it."""
+    """Return the hash of zgraph's own source, including passes and code generation."""
     texts = []
     for package in ("zgraph", "zgraph.passes", "zgraph.codegen"):
         for place in getattr(importlib.util.find_spec(package), "submodule_search_locations", None) or ():
@@ -143,7 +143,7 @@ def source() -> str:
 
 @functools.cache
 def _processor() -> dict[str, Any]:
-    """The processor as compilers see it."""
+    """Return what compilers read of the processor."""
     lines = text_of("/proc/cpuinfo").splitlines()
     said = {
         key: next((line for line in lines if line.startswith(key)), "") for key in ("model name", "flags", "Features")

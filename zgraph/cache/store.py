@@ -1,8 +1,8 @@
-"""Entries of the cache folder: each is one file, read only if it is whole, of the very key that is asked for, and nobody else can have written it.
+"""The store of the cache folder: each entry is one file, used only if it is intact, has the key that is asked for, and can't be another user's.
 
-A file begins with a line of JSON: its kind, the whole key (a file's name is a part of it), words for who lists the folder, and the SHA-256 of all of
-this and of the body behind it. What does not fit is as good as none, and a warning says so: whoever asked makes the entry anew. Entries say what is
-run later, so a folder that somebody else can write to is not used at all. Nothing is pickled.
+A file begins with a line of JSON: its kind, the whole key (a file's name is a part of it), a description for listings, and the SHA-256 of this line
+and the body behind it. An entry that fails these checks counts as missing, with a warning, and is written again. Since entries are code that runs
+later, a folder that another user can write to is not used at all. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -32,28 +32,29 @@ _LONGEST_LINE = 1 << 16
 
 @dataclass(frozen=True)
 class Found:
-    """An entry on disk: what its first line says, and what is wrong with it ("" if nothing is)."""
+    """An entry on disk, as its first line describes it."""
 
-    path: Path
-    size: int
-    kind: str
-    words: Mapping[str, str]
-    fault: str
+    path: Path  # its file
+    size: int  # the bytes of the file
+    kind: str  # the kind of entry
+    words: Mapping[str, str]  # its description, for listings
+    fault: str  # what is wrong with it; "" if nothing is
 
 
 class Damaged(ValueError):
-    """An entry that is not what was written."""
+    """The error for an entry that is not as it was written."""
 
 
 class Store:
-    """The entries of one folder. What can't be read is missing, what can't be written is not kept: neither raises."""
+    """The entries of one folder. An entry that can't be read counts as missing, and one that can't be written is
+    dropped: neither raises."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.read_only = False  # could the last entry not be written?
+        self.read_only = False  # the last entry could not be written
 
     def get(self, kind: str, key: str) -> bytes | None:
-        """The body of the entry with this key; None where there is none, or none that can be believed."""
+        """Return the body of the entry with this key; None if there is none, or none that is intact."""
         path = self._path(kind, key)
         try:
             return _body(path.read_bytes(), kind, key)
@@ -64,16 +65,16 @@ class Store:
             return None
 
     def get_json(self, kind: str, key: str) -> Any:
-        """The same, of an entry that `put_json` wrote."""
+        """Return the value of an entry that `put_json` wrote; None as in `get`."""
         body = self.get(kind, key)
         return None if body is None else json.loads(body)
 
     def has(self, kind: str, key: str) -> bool:
-        """Whether there is a file for this key. (Whether it can be believed is seen when it is read.)"""
+        """Return whether there is a file for this key. (Whether it is intact is checked when it is read.)"""
         return self._path(kind, key).exists()
 
     def put(self, kind: str, key: str, body: bytes, words: Mapping[str, str]) -> None:
-        """Keep a body, at once or not at all. Where that can't be done, a warning says so."""
+        """Write an entry atomically. If that fails, log a warning."""
         path = self._path(kind, key)
         part = path.with_name(f"{path.name}.{os.getpid()}.part")
         try:
@@ -89,12 +90,15 @@ class Store:
                 part.unlink(missing_ok=True)
 
     def put_json(self, kind: str, key: str, value: Any, words: Mapping[str, str]) -> None:
-        """Keep a JSON value."""
+        """Write an entry with a JSON value."""
         self.put(kind, key, json.dumps(value, separators=(",", ":")).encode(), words)
 
     def identity(self) -> str:
-        """Some words that everybody who looks into this folder reads, from wherever, and nobody who looks into another; "" where it can't be
-        written to."""
+        """Return a random text that is the same for everyone who uses this folder, from any machine, and for no other
+        folder.
+
+        Returns "" if the folder can't be written to.
+        """
         path = self.folder / IDENTITY
         part = path.with_name(f"{IDENTITY}.{os.getpid()}.part")
         with contextlib.suppress(OSError):
@@ -102,18 +106,19 @@ class Store:
                 self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
                 part.write_text(uuid.uuid4().hex, encoding="ascii")
                 with contextlib.suppress(FileExistsError):
-                    os.link(part, path)  # (at once, and by one alone)
+                    os.link(part, path)  # (atomic, and it succeeds for one process only)
                 part.unlink()
             return path.read_text(encoding="ascii")
         return ""
 
     def entries(self) -> Iterator[Found]:
-        """All that is there, each one read and checked."""
+        """Yield all entries, each read and checked."""
         for path in sorted(self.folder.glob(f"*/*{SUFFIX}")):
             yield _examined(path)
 
     def clear(self) -> tuple[int, int]:
-        """Delete all entries, and what an interrupted writer left; (how many files these were, their bytes)."""
+        """Delete all entries, and the remains of interrupted writes; return the number of these files, and their
+        bytes."""
         files = [p for p in self.folder.glob("*/*") if p.name.endswith(SUFFIX) or p.name.endswith(".part")]
         size = 0
         for path in files:
@@ -130,7 +135,8 @@ class Store:
 
 
 def opened(folder: Path | None = None) -> Store | None:
-    """The store of programs in the cache folder (by default the user's). None, with a warning, where others could have written to it."""
+    """Return the store of programs in the cache folder (by default the user's); None, with a warning, if other users
+    could have written to it."""
     folder = (folder or cache_folder()) / "programs"
     if (why := writable_by_others(folder)) is not None:
         logger.warning("nothing compiled is kept in %s, nor taken from it: %s", folder, why)
@@ -139,13 +145,14 @@ def opened(folder: Path | None = None) -> Store | None:
 
 
 def writable_by_others(folder: Path) -> str | None:
-    """Why somebody else than this user and root could have put something into a folder, also by moving one that it is in; None if nobody could."""
+    """Return why a user other than this one and root could have written into a folder, or replaced a folder above
+    it; None if none could."""
     at = Path(os.path.abspath(os.path.realpath(folder)))
     for path in (at, *at.parents):
         try:
             found = path.stat()
         except FileNotFoundError:
-            continue  # (it is made by this user, in a folder that is looked at next)
+            continue  # (this user will create it, in a folder that is checked next)
         except OSError as error:
             return f"{path}: {error}"
         if found.st_uid not in (os.geteuid(), 0):
@@ -157,7 +164,7 @@ def writable_by_others(folder: Path) -> str | None:
 
 
 def hashed(*texts: str) -> str:
-    """A key: the SHA-256 of texts, in hex."""
+    """Return the SHA-256 of texts in hex, as a key."""
     made = hashlib.sha256()
     for text in texts:
         data = text.encode("utf-8", "surrogatepass")
@@ -179,7 +186,7 @@ def _sum(head: Mapping[str, Any], packed: bytes) -> str:
 
 
 def _opened(data: bytes) -> tuple[dict[str, Any], bytes]:
-    """(the first line, the body) of an entry. Raises `Damaged`."""
+    """Return the first line and the body of an entry. Raises `Damaged`."""
     line, newline, packed = data.partition(b"\n")
     if not newline or len(line) > _LONGEST_LINE:
         raise Damaged("it is no entry of a cache, or is cut off")

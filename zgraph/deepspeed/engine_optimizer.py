@@ -72,9 +72,8 @@ class EngineOptimizer(torch.optim.Optimizer):
         self, handle: Handle, groups: Sequence[Sequence[str]] = (), labels: Sequence[Mapping[str, Any]] = ()
     ) -> None:
         self._handle = handle
-        self._labels = (
-            labels  # the script's groups, whose further keys, such as names, are added to the optimizer's groups
-        )
+        # the script's groups, whose further keys, such as names, are added to the optimizer's groups
+        self._labels = labels
         self._order = [list(names) for names in groups]
         self.overflow = False
         self._groups: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""What of a Trainer and its TrainingArguments goes with a plan, and what does not."""
+"""Checks that refuse what a Trainer and its TrainingArguments can't be combined with."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zgraph.torch_compat.private_names import refuse_release
 
 
 def refuse_trainer(trainer: Any) -> None:
-    """Raise `ModelError` for what is no Trainer, or one that `attach` can't change."""
+    """Raise `ModelError` for an object that is not a Trainer, or is one that `attach` does not support."""
     import transformers
 
     if not isinstance(trainer, transformers.Trainer):
@@ -53,10 +53,10 @@ def _refuse_model(trainer: Any) -> None:
 
 
 class _Refused(NamedTuple):
-    argument: str
-    clashes: Callable[[Any], bool]
-    why: str
-    hint: str
+    argument: str  # the name of a TrainingArguments' field
+    clashes: Callable[[Any], bool]  # returns whether the arguments ask for it
+    why: str  # the reason, for the error
+    hint: str  # what to do, for the error
 
 
 _REFUSED = (
@@ -106,7 +106,7 @@ _REFUSED = (
 
 
 def refuse_arguments(trainer: Any) -> None:
-    """Raise `PlanError` for an argument that can't be had with a plan."""
+    """Raise `PlanError` for an argument that does not work with a plan."""
     for refused in _REFUSED:
         if refused.clashes(trainer.args):
             raise PlanError(
@@ -125,7 +125,8 @@ def refuse_arguments(trainer: Any) -> None:
 
 
 def notes_on(trainer: Any, plan: Plan) -> list[str]:
-    """A line for each argument that says something of what a plan can say. Raises `PlanError` where both ask for it."""
+    """Return a log line for each argument that overlaps with a field of the plan. Raises `PlanError` if both ask for
+    recomputation."""
     args, usual = trainer.args, Plan()
     notes = []
     checkpoints = getattr(args, "activation_checkpointing", False) or getattr(args, "gradient_checkpointing", False)

@@ -1,4 +1,4 @@
-"""`attach`: a Trainer that was built for a plain model trains it by a plan."""
+"""`attach`: makes a Trainer, built for a plain model, train it by a plan."""
 
 from __future__ import annotations
 
@@ -34,19 +34,20 @@ def attach(
     *,
     dynamic: Mapping[str, Mapping[int, str | Size] | Literal["value"]] | None = None,
 ) -> T:
-    """Let a built `Trainer` of transformers, or of a subclass, train its model by a plan; returns the trainer.
+    """Make a `Trainer` of transformers, or of a subclass, train its model by a plan; return the trainer.
 
-    `plan`: a `Plan`, the path of a plan's file, or a DeepSpeed configuration (a dict, or the path of a JSON file) whose "auto" is filled by
-    the trainer's arguments, as transformers does. The model is compiled in place, with the sizes of `dynamic` (see `zgraph.compile`). Each
-    rank has rows of its own, as with DistributedDataParallel, and numbers are the same.
+    `plan`: a `Plan`, the path of a plan's file, or a DeepSpeed configuration (a dict, or the path of a JSON file) whose "auto"
+    is filled by the trainer's arguments, as in transformers. The model is compiled in place, with the sizes of `dynamic` (see
+    `zgraph.compile`). Each rank has rows of its own, as with DistributedDataParallel, and results are the same.
 
-    The optimizer is the one that the Trainer would make (its class, groups, learning rate), as the plan's: its states are divided, and its
-    update is compiled. Clipping, accumulation, the scheduler, logs and callbacks are the Trainer's own. `bf16=True` and `fp16=True` are autocast,
-    as in the Trainer, the latter with its loss scaling, unless the plan has a `precision`. Checkpoints hold the weights as `from_pretrained` reads
-    them and, in the folder `zgraph`, all that a run needs to go on from, on any number of ranks.
+    The optimizer is the one that the Trainer would make (its class, groups, learning rate), run by the plan: its states are
+    sharded, and its update is compiled. Clipping, accumulation, the scheduler, logs and callbacks are the Trainer's own.
+    `bf16=True` and `fp16=True` are autocast, as in the Trainer, the latter with its loss scaling, unless the plan has a
+    `precision`. Checkpoints have the weights as `from_pretrained` reads them and, in the folder `zgraph`, everything that a
+    run needs to continue, on any number of ranks.
 
-    Call it on every rank, before `train()` or `evaluate()`. Raises `PlanError` for arguments and plans that clash, and `ModelError` for a
-    trainer or a model that can't be attached: then nothing was changed.
+    Call it on every rank, before `train()` or `evaluate()`. Raises `PlanError` for arguments and plans that clash, and
+    `ModelError` for a trainer or a model that can't be attached; then nothing was changed.
     """
     refuse_trainer(trainer)
     refuse_arguments(trainer)

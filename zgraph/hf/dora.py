@@ -1,4 +1,4 @@
-"""PEFT's DoRA as it can be captured: PEFT asks which module the type of a weight is of, which dynamo can't follow."""
+"""Replacements for functions of PEFT's DoRA that dynamo can't capture: one inspects the type of a weight, one makes a parameter."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _MODULE = "zgraph.hf.peft_dora"
 
 
 def _weight_of(module: nn.Module) -> Any:
-    """The weight of a layer that is not quantized, as any that is compiled."""
+    """Return the weight of a layer that is not quantized: quantized ones are not compiled."""
     return module.weight
 
 
 def _transposed(weight: torch.Tensor, fan_in_fan_out: bool) -> torch.Tensor:
-    """What PEFT makes a parameter of, which no graph can hold."""
+    """Return a weight as [out, in]. PEFT's function makes a parameter of it, which no graph can hold."""
     return weight.T if fan_in_fan_out else weight
 
 
@@ -29,7 +29,8 @@ _METHODS = ("forward", "get_weight_norm")
 
 
 def capturable_dora(model: nn.Module) -> list[Before]:
-    """Give each DoRA layer of a model methods that are captured, and compute what PEFT's do; returns what they had."""
+    """Replace the methods of each DoRA layer by ones that can be captured and compute the same; return what was
+    replaced."""
     peft = sys.modules.get("peft.tuners.lora.dora")
     if peft is None:
         return []

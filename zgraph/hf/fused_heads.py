@@ -1,7 +1,7 @@
 """TRL's fused head as operators that can be captured.
 
-TRL replaces the forward of a causal language model by one that gives log-probabilities of labels. It computes them in tiles, in an autograd
-function that writes into its buffers: no graph can hold that. The same numbers are computed here of the whole logits by plain operators.
+TRL replaces the forward of a causal language model by one that returns log-probabilities of labels. It computes them in tiles, in an autograd
+function that writes into its buffers, which no graph can hold. Here the same numbers are computed from the whole logits by plain operators.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from zgraph.torch_compat.private_names import refuse_release
 
 _FUNCTION = "_ChunkedLogProbFunction"  # TRL's names, in the globals of the forward that it gives a model
 _MODULE = "zgraph.hf.trl_forward"
-_COMPACT = "_use_triton"  # whether labels that are ignored are left out, which makes sizes depend on data
+_COMPACT = "_use_triton"  # the function that decides whether ignored labels are left out, so that sizes depend on data
 
 
 class LogProbabilities:
-    """Stands in the place of TRL's `ChunkedLogProbFunction`."""
+    """A replacement for TRL's `ChunkedLogProbFunction`."""
 
     @staticmethod
     def apply(
@@ -36,8 +36,12 @@ class LogProbabilities:
         logit_scale: float = 1.0,
         outputs: tuple[str, ...] = (),
     ) -> tuple[torch.Tensor | None, ...]:
-        """Of each position, all in float32 of shape [N]: the log-probability of its target; and, where asked for, the entropy, the log of the sum
-        of squared probabilities, the mean logit, and whether the target is the likeliest. `hidden` is [N, H], `weight` [V, H]."""
+        """Compute for each position the log-probability of its target, and what `outputs` names; all are float32 of
+        shape [N].
+
+        `outputs` may name the entropy, the logarithm of the sum of squared probabilities, the mean logit, and whether
+        the target is the most likely token. `hidden` is [N, H], `weight` [V, H].
+        """
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         logits = F.linear(hidden.to(dtype), weight.to(dtype), bias.to(dtype) if bias is not None else None)
@@ -59,7 +63,7 @@ _REPLACED = {_FUNCTION: LogProbabilities, _COMPACT: lambda device: False}
 
 
 def capturable_heads(model: nn.Module) -> list[Before]:
-    """Give each module of a model that has TRL's forward one that is captured; returns what they had."""
+    """Replace TRL's forward in each module of a model by one that can be captured; return what was replaced."""
     replaced = []
     for module in model.modules():
         forward = module.__dict__.get("forward")

@@ -1,4 +1,5 @@
-"""fp16 in a Trainer: the rule of torch's GradScaler, followed by the update program, and what stands in the GradScaler's place."""
+"""fp16 in a Trainer: the rule of torch's GradScaler as a plan's loss scaling, and an object in the GradScaler's
+place."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from zgraph.plan.loss_scaling import MAX_POWER, LossScale
 
 
 def loss_scale_of(scaler: torch.amp.GradScaler | None) -> LossScale:
-    """What a GradScaler does from its beginning on, or one with torch's defaults. Raises `PlanError` for what a plan can't say."""
+    """Return the plan's loss scaling for a GradScaler, or for torch's default one. Raises `PlanError` for what a
+    plan can't express."""
     first, window, factors = 2.0**16, 2000, (2.0, 0.5)
     if scaler is not None:
         first, window = float(scaler.get_scale()), scaler.get_growth_interval()
@@ -36,10 +38,11 @@ def loss_scale_of(scaler: torch.amp.GradScaler | None) -> LossScale:
 
 
 class PlanScaler:
-    """What accelerate asks for in place of a GradScaler: programs scale losses and gradients, and the update decides whether a step is skipped.
+    """A replacement for accelerate's GradScaler: programs scale losses and gradients, and the update decides whether a
+    step is skipped.
 
-    `told`: whether the Trainer's scheduler waits at a skipped step. It does, but with torch's fused optimizers, transformers' default: these are
-    called and skip themselves, which accelerate does not see.
+    `told`: whether the Trainer's scheduler waits at a skipped step. It does not with torch's fused optimizers,
+    transformers' default: these skip steps themselves, which accelerate does not see.
     """
 
     def __init__(self, trainer: Any, *, told: bool) -> None:
@@ -47,14 +50,14 @@ class PlanScaler:
         self._told = told
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss as it is: the backward's program multiplies its tangents."""
+        """Return the loss unchanged: the backward program scales its tangents."""
         return loss
 
     def unscale_(self, optimizer: Any) -> None:
-        """Nothing: `.grad` is the true gradient."""
+        """Do nothing: `.grad` is not scaled."""
 
     def step(self, optimizer: Any, closure: Any = None) -> None:
-        """Update, and tell accelerate whether the step was skipped."""
+        """Run the update, and tell accelerate whether it was skipped."""
         before = self._trainer.model.zgraph.skipped_steps.clone() if self._told else None
         optimizer.step(closure)
         if before is not None:
@@ -62,15 +65,15 @@ class PlanScaler:
             self._trainer.optimizer._accelerate_step_called = done
 
     def update(self) -> None:
-        """Nothing: the update has done it."""
+        """Do nothing: the update program adjusts the scale."""
 
     def get_scale(self) -> float:
-        """The scale of the next step's loss."""
+        """Return the scale of the next step's loss."""
         return float(self._trainer.model.zgraph.loss_scale)
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: the scale is in the model's checkpoint."""
+        """Return {}: the scale is in the model's checkpoint."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing."""
+        """Do nothing: the scale is in the model's checkpoint."""

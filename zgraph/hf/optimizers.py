@@ -1,4 +1,4 @@
-"""The optimizer that a Trainer would make for its plain model, as a plan's."""
+"""The optimizer that a Trainer would make for its plain model, as a plan's record."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from zgraph.plan.optimizers import Optimizer
 class Made(NamedTuple):
     """The optimizer that a Trainer has or would make."""
 
-    record: Optimizer
-    decides: bool
-    """Whether it decides itself that a step with fp16's overflow is skipped, as torch's fused ones do."""
-    without: list[str]
-    """The parameters that it has not."""
+    record: Optimizer  # the plan's record of it
+    decides: bool  # it skips a step with fp16's overflow by itself, as torch's fused optimizers do
+    without: list[str]  # the model's parameters that it does not have
 
 
 def optimizer_of(trainer: Any) -> Made:
-    """`trainer.optimizer`, or what `create_optimizer` makes, as a plan's, with its groups. The trainer is left as it was.
+    """Return the record of `trainer.optimizer`, or of what `create_optimizer` makes, with its groups. The trainer stays
+    unchanged.
 
-    Raises `PlanError` for a class that a plan has not, `ModelError` for parameters that are not the model's, `StepError` for an optimizer that has
-    made steps."""
+    Raises `PlanError` for a class that plans do not support, `ModelError` for parameters that are not the model's,
+    `StepError` for an optimizer that has made steps.
+    """
     given = trainer.optimizer
     try:
         if given is None:
@@ -46,7 +46,7 @@ def optimizer_of(trainer: Any) -> Made:
 
 
 def refuse_unfrozen(model: Any, without: list[str]) -> None:
-    """Raise `ModelError` if a parameter that the Trainer's optimizer has not is trained by now."""
+    """Raise `ModelError` if a parameter that the Trainer's optimizer does not have is trained by now."""
     if not without:
         return
     params = dict(model.named_parameters())

@@ -1,4 +1,4 @@
-"""What `attach` is given, as a plan: a plan, its file, or a DeepSpeed configuration."""
+"""The plan that `attach` is given: a plan, its file, or a DeepSpeed configuration."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zgraph.errors import PlanError
 from zgraph.plan import planfile
 from zgraph.plan.plan import Plan
 
-# What of a plan the Trainer's own arguments say, and how its user says it there.
+# Fields of a plan that the Trainer's own arguments set, with these arguments.
 _BY_ARGUMENTS = {
     "optimizer": "optim, learning_rate, weight_decay",
     "lr_schedule": "lr_scheduler_type, warmup_steps",
@@ -26,7 +26,11 @@ _BY_ARGUMENTS = {
 
 
 def plan_of(trainer: Any, given: Plan | str | PathLike[str] | Mapping[str, Any]) -> Plan:
-    """Raises `PlanError` for a file that can't be read, for what the Trainer's arguments say already, and for ranks that share rows."""
+    """Return the plan for a Trainer.
+
+    Raises `PlanError` for a file that can't be read, for fields that the Trainer's arguments set, and for a mesh whose
+    ranks share rows.
+    """
     plan = _read(trainer, given)
     usual = Plan()
     for field, arguments in _BY_ARGUMENTS.items():
@@ -65,7 +69,10 @@ def _read(trainer: Any, given: Plan | str | PathLike[str] | Mapping[str, Any]) -
 
 
 def _of_deepspeed(trainer: Any, config: Mapping[str, Any]) -> Plan:
-    """The plan of a configuration without what the Trainer's arguments say, which has to be the same there, as transformers asks for."""
+    """Return the plan of a configuration without the fields that the Trainer's arguments set.
+
+    As in transformers, the configuration's values of these must equal the arguments'. Raises `PlanError`.
+    """
     if "scheduler" in config:
         raise PlanError(
             "a Trainer can't take the scheduler of a DeepSpeed configuration",

@@ -1,4 +1,4 @@
-"""A library's methods with a few of their globals replaced, on single modules of a model: the library itself stays as it is."""
+"""Replacing a few globals of a library's methods on single modules of a model, without changing the library itself."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Before:
-    """What a module had as an attribute of its own; `value` is None where that was its class's."""
+    """The attribute of a module before it was replaced."""
 
-    module: nn.Module
-    name: str
-    value: Any
+    module: nn.Module  # the module
+    name: str  # the attribute's name
+    value: Any  # its value in the module's own __dict__; None if only its class has it
 
     def restore(self) -> None:
-        """Give it back."""
+        """Restore the attribute."""
         if self.value is None:
             self.module.__dict__.pop(self.name, None)
         else:
@@ -30,8 +30,10 @@ class Before:
 def replace(
     module: nn.Module, method: str, function: types.FunctionType, name: str, values: Mapping[str, Any]
 ) -> Before:
-    """Make the function, with other globals, the module's method. They are those of a Python module of their own, whose name begins with `name`:
-    dynamo looks them up there."""
+    """Replace a module's method by the function with other globals; return what was replaced.
+
+    The globals are those of a Python module made for them, whose name begins with `name`: dynamo looks them up there.
+    """
     before = Before(module, method, module.__dict__.get(method))
     names = _globals_of(name, function, values)
     own = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
@@ -42,8 +44,12 @@ def replace(
 
 
 def _globals_of(name: str, function: types.FunctionType, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a Python module whose name begins with this one: functions of one file share them, and one whose globals are others (of another
-    file, or of the same one since somebody changed it) has its own."""
+    """Return the globals of a Python module, named `name` with a suffix, that has the function's globals with the
+    replaced values.
+
+    Functions of one file share it. If the globals of the file have changed since, or are those of another file, a new
+    module is made.
+    """
     wanted = {**function.__globals__, **values}
     file = wanted.pop("__name__")
     name = f"{name}_of_{file.replace('.', '_')}"
@@ -62,6 +68,6 @@ def _globals_of(name: str, function: types.FunctionType, values: Mapping[str, An
 
 
 def restore(replaced: Iterable[Before]) -> None:
-    """Give all modules back what they had."""
+    """Restore the attributes of all modules."""
     for before in replaced:
         before.restore()

@@ -1,4 +1,5 @@
-"""What an attached Trainer does in another way than transformers': its optimizer is the plan's, its files are written by all ranks."""
+"""The methods in which an attached Trainer differs from transformers': its optimizer is the plan's, and all ranks
+write its files."""
 
 from __future__ import annotations
 
@@ -13,12 +14,12 @@ from zgraph.api.peft_adapters import FILE, is_adapted, load_adapter
 from zgraph.hf.optimizers import refuse_unfrozen
 
 FOLDER = "zgraph"
-"""In a checkpoint of the Trainer's: all that a run needs to go on from."""
+"""The folder in a checkpoint of the Trainer with everything that a run needs to continue."""
 _SCHEDULER = "scheduler.pt"  # transformers' name
 
 
 class Attached:
-    """Stands in front of a Trainer's own class (`attached_class`)."""
+    """A mixin in front of a Trainer's own class (`attached_class`)."""
 
     attached_by_zgraph = True
 
@@ -33,31 +34,37 @@ class Attached:
     not_optimized: list[str]
 
     def after_attach(self, autocast_dtype: torch.dtype | None, not_optimized: list[str]) -> None:
-        """Let the Trainer neither wrap the model nor let rank 0 alone save it: transformers' own switch for models that are divided already."""
+        """Keep the Trainer from wrapping the model, and from saving it on rank 0 alone.
+
+        This is transformers' own switch for models that are sharded already.
+        """
         self.autocast_dtype, self.not_optimized = autocast_dtype, not_optimized
         self.is_distributed_loading_by_transformers = True
-        self.model._is_accelerate_prepared = True  # (what accelerate would do besides, autocast, is done below)
+        self.model._is_accelerate_prepared = True  # (accelerate would also apply autocast, which is done below)
         self.create_optimizer()
 
     def create_optimizer(self, model: Any = None) -> Any:
-        """The plan's, which is that which the Trainer made before."""
+        """Set and return the plan's optimizer, which was made from the Trainer's."""
         self.optimizer = self.model.zgraph.optimizer
         return self.optimizer
 
     def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's own."""
+        """Run the Trainer's own step, and refuse parameters that were unfrozen since `attach`."""
         refuse_unfrozen(model, self.not_optimized)
         return super().training_step(model, *args, **kwargs)  # type: ignore[misc]
 
     def compute_loss_context_manager(self) -> contextlib.ExitStack:
-        """Autocast for `bf16=True` and `fp16=True`, which accelerate applies to models that it prepares; a plan's precision stands in its place."""
+        """Return a context with autocast for `bf16=True` and `fp16=True`, unless the plan has a precision.
+
+        Accelerate applies autocast to models that it prepares, and this one it does not.
+        """
         stack: contextlib.ExitStack = super().compute_loss_context_manager()  # type: ignore[misc]
         if self.autocast_dtype is not None:
             stack.enter_context(torch.autocast(self.args.device.type, dtype=self.autocast_dtype))
         return stack
 
     def _sync_replicated_trainable_parameters(self, model: Any) -> None:
-        """Nothing: programs reduce the gradients of all parameters, whole ones too."""
+        """Do nothing: programs reduce the gradients of all parameters, unsharded ones too."""
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -99,5 +106,5 @@ def _load_weights(model: Any, folder: str) -> None:
 
 @functools.cache
 def attached_class(kind: type) -> type:
-    """The class of an attached trainer of this class."""
+    """Return the class of an attached trainer, made from its own class."""
     return type(kind.__name__, (Attached, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})

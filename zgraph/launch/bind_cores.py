@@ -1,7 +1,7 @@
 """Runs a rank's command on cores of its own: `python -m zgraph.launch.bind_cores [--module | --no_python] CORES COMMAND …`.
 
-`CORES` is a list such as "0-7,16-23", or "all": those that this process may run on. They are shared out evenly over the ranks of the machine
-(LOCAL_RANK, LOCAL_WORLD_SIZE, which torchrun sets), in their order; OMP_NUM_THREADS is their number, unless it is set.
+`CORES` is a list such as "0-7,16-23", or "all": those that this process may run on. They are divided evenly between the ranks of the machine
+(LOCAL_RANK, LOCAL_WORLD_SIZE, which torchrun sets), in their order; OMP_NUM_THREADS is set to their number, unless it is set already.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 def cores_of(text: str, there: Collection[int]) -> list[int]:
-    """The cores of a list ("0-3,8"). Raises `MeshError` for one that is no list, names a core twice, or one that is not `there`."""
+    """Return the cores of a list ("0-3,8"). Raises `MeshError` for an invalid list, a repeated core, and a core that
+    is not in `there`."""
     if text == ALL:
         return sorted(there)
     found: list[int] = []
@@ -35,7 +36,7 @@ def cores_of(text: str, there: Collection[int]) -> list[int]:
 
 
 def share_of(cores: Sequence[int], rank: int, ranks: int) -> list[int]:
-    """The cores of one rank. Raises `MeshError` where there are fewer than ranks."""
+    """Return the cores of one rank. Raises `MeshError` if there are fewer cores than ranks."""
     each = len(cores) // ranks
     if not each:
         raise MeshError(f"{len(cores)} cores for {ranks} ranks", where="--bind_cores_to_rank", hint="fewer ranks")
@@ -43,7 +44,7 @@ def share_of(cores: Sequence[int], rank: int, ranks: int) -> list[int]:
 
 
 def main(words: Sequence[str]) -> None:
-    """Take the rank's cores, and become the command."""
+    """Bind this process to the rank's cores, and replace it by the command."""
     kind = words[0] if words[0] in ("--module", "--no_python") else ""
     cores, *command = words[1:] if kind else words
     rank, ranks = (int(os.environ[name]) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))

@@ -1,4 +1,4 @@
-"""The lines that start a job: torchrun's on each node, and what carries it there."""
+"""The command lines that start a job: torchrun's on each node, and those that run it there."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from zgraph.errors import MeshError
 from zgraph.launch.hosts import Hosts
 
 CARRIERS = ("ssh", "pdsh", "slurm", "openmpi")
-CONNECT_SECONDS = 15  # that a node has to answer
+CONNECT_SECONDS = 15  # within which a node has to answer
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is started: on the slots of `hosts`, `command` (a script and its arguments, a module's where `module`, a program's where `no_python`)."""
+    """What to start, and where."""
 
-    command: Sequence[str]
-    hosts: Hosts
-    master_addr: str
-    master_port: int = 29500
-    module: bool = False
-    no_python: bool = False
+    command: Sequence[str]  # a script, module or program, with its arguments
+    hosts: Hosts  # the slots of each machine: one rank is started for each
+    master_addr: str  # the address of node 0
+    master_port: int = 29500  # the port of node 0
+    module: bool = False  # `command` begins with a Python module
+    no_python: bool = False  # `command` begins with a program
     elastic: str | None = None  # "MIN:MAX" nodes
-    max_restarts: int = 0
-    log_dir: str | None = None  # a file for each rank in it
-    variables: Mapping[str, str] = field(default_factory=dict)
-    folder: str = "."
-    slots_are_chosen: bool = False  # not all of a machine's: its ranks see these devices alone
-    cores: str | None = None  # that ranks share out ("0-7", or "all"): see `zgraph.launch.bind_cores`
+    max_restarts: int = 0  # how often torchrun restarts the ranks
+    log_dir: str | None = None  # the folder for a log file of each rank
+    variables: Mapping[str, str] = field(default_factory=dict)  # environment variables of the ranks
+    folder: str = "."  # the folder in which the ranks run
+    slots_are_chosen: bool = False  # only some slots of a machine are used: its ranks see these devices only
+    cores: str | None = None  # the cores that ranks share ("0-7", or "all"): see `zgraph.launch.bind_cores`
 
 
 def torchrun(job: Job, node: int | str) -> list[str]:
-    """The line of one node, by its rank (or what a shell makes of it, "$SLURM_NODEID")."""
+    """Return torchrun's command line for one node, by its rank or by a shell's expression for it ("$SLURM_NODEID")."""
     counts = {len(slots) for slots in job.hosts.values()}
     if isinstance(node, str) and len(counts) > 1:
         raise MeshError(
@@ -61,7 +61,8 @@ def torchrun(job: Job, node: int | str) -> list[str]:
 
 
 def remote(job: Job, node: int | str) -> str:
-    """What a shell on a node runs."""
+    """Return the command line that a shell on a node runs: it enters the folder, exports variables and runs
+    torchrun."""
     slots = list(job.hosts.values())[0 if isinstance(node, str) else node]
     variables = dict(job.variables)
     if job.slots_are_chosen:
@@ -72,7 +73,7 @@ def remote(job: Job, node: int | str) -> str:
 
 
 def carried(job: Job, carrier: str, ssh_port: int | None = None) -> dict[str, list[str]]:
-    """The lines that this machine runs, by what they are called: one for each node, or one for all."""
+    """Return the command lines that this machine runs, by name: one for each node, or one for all nodes."""
     names = list(job.hosts)
     if carrier == "ssh":
         options = ["-tt", "-o", f"ConnectTimeout={CONNECT_SECONDS}", "-o", "BatchMode=yes"]

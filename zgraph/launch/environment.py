@@ -1,4 +1,4 @@
-"""Variables that ranks on other machines get: those of a file, and those of this process whose names say that they matter there."""
+"""Environment variables for ranks on other machines: those of a file, and those of this process with known prefixes."""
 
 from __future__ import annotations
 
@@ -9,19 +9,23 @@ from pathlib import Path
 from zgraph.errors import MeshError
 
 PASSED = ("NCCL", "GLOO", "TORCH", "OMP", "MKL", "PYTHON", "UCX", "MV2", "MLFLOW", "ZGRAPH", "LD_LIBRARY_PATH", "PATH")
-"""Beginnings of names that are passed on. (PATH as a whole name.)"""
+"""Prefixes of the names that are passed on. (PATH is a whole name.)"""
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 FILES = (".deepspeed_env",)
 
 
 def passed_on(environ: Mapping[str, str]) -> dict[str, str]:
-    """What of this process's variables the ranks get as well."""
+    """Return the variables of this process that the ranks get as well."""
     return {k: v for k, v in environ.items() if k == "PATH" or (k.startswith(PASSED[:-1]) and _NAME.fullmatch(k))}
 
 
 def of_files(environ: Mapping[str, str], home: Path, here: Path) -> dict[str, str]:
-    """What the environment file says: the one that DS_ENV_FILE names, else `.deepspeed_env` in the home folder and then here, whose values win."""
+    """Return the variables of the environment files.
+
+    These are the file that DS_ENV_FILE names, or else `.deepspeed_env` in the home folder and in the current one, whose
+    values win. Raises `MeshError` if the named file does not exist.
+    """
     named = environ.get("DS_ENV_FILE")
     if named:
         path = Path(named).expanduser()
@@ -37,7 +41,8 @@ def of_files(environ: Mapping[str, str], home: Path, here: Path) -> dict[str, st
 
 
 def read(path: Path) -> dict[str, str]:
-    """The lines NAME=VALUE of a file; `#` begins a comment. Raises `MeshError` with file and line."""
+    """Return the variables of a file's lines NAME=VALUE; `#` begins a comment. Raises `MeshError` with file and
+    line."""
     found: dict[str, str] = {}
     for number, line in enumerate(path.read_text().splitlines(), 1):
         text = line.strip()

@@ -1,8 +1,7 @@
-"""Which slots of which machines a job runs on: a hostfile, and what of it is included or left out.
+"""The slots of the machines that a job runs on: a hostfile, and which of its slots are included or excluded.
 
 A hostfile has a line `NAME slots=N` for each machine; `#` begins a comment. `--include` and `--exclude` name machines, joined by @, each with
-the slots that are
-meant or all of them: "worker-2:0@worker-3:0,1".
+slots or with all of them: "worker-2:0@worker-3:0,1".
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from zgraph.errors import MeshError
 from zgraph.names import did_you_mean
 
 Hosts = dict[str, list[int]]
-"""The slots of each machine, in the order of the hostfile: that of the nodes' ranks."""
+"""The slots of each machine, in the order of the hostfile, which is the order of the nodes' ranks."""
 
 _LINE = re.compile(r"(\S+)\s+slots=(\d+)\s*(?:#.*)?")
 _NODE = re.compile(r"([^:@\s]+)(?::(\d+(?:,\d+)*))?")
 
 
 def read_hostfile(path: Path) -> Hosts:
-    """The machines of a hostfile with all of their slots. Raises `MeshError` with file and line."""
+    """Return the machines of a hostfile with all of their slots. Raises `MeshError` with file and line."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -51,7 +50,8 @@ def read_hostfile(path: Path) -> Hosts:
 
 
 def chosen(hosts: Hosts, include: str = "", exclude: str = "") -> Hosts:
-    """What of the machines is meant. Raises `MeshError` for an unknown machine or slot, for both, and where nothing is left."""
+    """Return the included machines and slots. Raises `MeshError` for unknown ones, if both options are given, and if
+    nothing is left."""
     if include and exclude:
         raise MeshError("--include and --exclude are given together", hint="give one of them")
     if not include and not exclude:
@@ -72,7 +72,7 @@ def chosen(hosts: Hosts, include: str = "", exclude: str = "") -> Hosts:
 
 
 def _named(hosts: Mapping[str, list[int]], text: str, option: str) -> Hosts:
-    """The slots that a text like "worker-2:0@worker-3:0,1" names."""
+    """Return the slots that a text like "worker-2:0@worker-3:0,1" names."""
     found: Hosts = {}
     for part in text.split("@"):
         match = _NODE.fullmatch(part.strip())
@@ -92,7 +92,7 @@ def _named(hosts: Mapping[str, list[int]], text: str, option: str) -> Hosts:
 
 
 def limited(hosts: Hosts, nodes: int | None = None, each: int | None = None) -> Hosts:
-    """The first machines alone, and the first slots of each. Raises `MeshError` where there are fewer."""
+    """Keep the first `nodes` machines and the first `each` slots of each. Raises `MeshError` if there are fewer."""
     if nodes is not None:
         if not 1 <= nodes <= len(hosts):
             raise MeshError(

@@ -1,4 +1,5 @@
-"""Runs the lines of a job side by side, shows what they print, and ends all of them when one has failed."""
+"""Running the command lines of a job side by side: their output is shown, and all of them are stopped when one
+fails."""
 
 from __future__ import annotations
 
@@ -12,13 +13,13 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO, TextIO
 
-KEPT = 25  # lines of a node's output that are shown again where it has failed
-PATIENCE = 10.0  # seconds between asking the others to end and ending them
-UNREACHABLE = 255  # ssh's exit code where it could not get there
+KEPT = 25  # lines of a failed node's output that are shown again
+PATIENCE = 10.0  # seconds between SIGTERM and SIGKILL
+UNREACHABLE = 255  # ssh's exit code if it could not connect
 
 
 class _Node:
-    """One line that runs, in a process group of its own."""
+    """A running command line, in its own process group."""
 
     def __init__(self, name: str, line: Sequence[str], variables: Mapping[str, str], out: TextIO, prefix: bool) -> None:
         self.name = name
@@ -46,7 +47,7 @@ class _Node:
             self._out.flush()
 
     def end(self, number: int) -> None:
-        """Send a signal to the line and all that it has started."""
+        """Send a signal to the process group, unless its command has ended."""
         if self.process.poll() is None:
             try:
                 os.killpg(self.process.pid, number)
@@ -60,10 +61,10 @@ class _Node:
 def run(
     lines: Mapping[str, Sequence[str]], variables: Mapping[str, str] | None = None, out: TextIO | None = None
 ) -> int:
-    """Run lines by their names until all have ended; the exit code of the first that failed, else 0.
+    """Run command lines, by their names, until all have ended; return the exit code of the first that failed, else 0.
 
-    When one fails, or this process is interrupted (SIGINT, SIGTERM), the others are asked to end, and ended `PATIENCE` seconds later. What the failed
-    one printed last is shown again, with its name.
+    When one fails, or this process is interrupted (SIGINT, SIGTERM), the others get SIGTERM, and SIGKILL `PATIENCE` seconds
+    later. The last output of the failed one is shown again, with its name.
     """
     shown = out or sys.stdout
     nodes = [_Node(name, line, variables or {}, shown, len(lines) > 1) for name, line in lines.items()]
@@ -86,7 +87,7 @@ def run(
 
 
 def _first_failure(nodes: Sequence[_Node], stopped: Sequence[int]) -> _Node | None:
-    """The first node that fails; None where all end well, or this process is stopped."""
+    """Wait for and return the first node that fails; None if all succeed, or this process is interrupted."""
     while not stopped:
         codes = [node.process.poll() for node in nodes]
         failed = next((node for node, code in zip(nodes, codes, strict=True) if code), None)

@@ -1,4 +1,4 @@
-"""Parts: the modules of a LightningModule that are compiled. What stands between them, the step itself, stays Python."""
+"""The parts of a LightningModule, which are its compiled modules. The step that calls them stays Python."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from zgraph.plan.plan import Plan
 from zgraph.runtime.compiled_models import is_compiled
 
 SELF = "self"
-"""In place of paths: the LightningModule itself, by its `forward`."""
-_MARK = "_part_of_zgraph_lightning"  # on a part: the plan that it was compiled by
+"""In place of a path: the LightningModule itself, by its `forward`."""
+_MARK = "_part_of_zgraph_lightning"  # the key of a part's __dict__ with the plan that it was compiled by
 
 
 def parts_of(model: nn.Module, modules: str | Sequence[str] | None) -> dict[str, nn.Module]:
-    """The modules to compile, by path: those that are named, or the outermost ones that have parameters and a forward.
+    """Return the modules to compile, by path: the named ones, or the outermost ones that have parameters and a forward.
 
-    Raises `ModelError` for a path that is none, parts in one another, a parameter that is in no part or in two, and modules that something else has
-    compiled or wrapped.
+    Raises `ModelError` for an unknown path, a part inside of another, a parameter that is in no part or in two, and modules
+    that something else has compiled or wrapped.
     """
     _refuse_wrapped(model)
     if modules is None:
@@ -49,12 +49,12 @@ def _outermost(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Mod
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Can the module be called?"""
+    """Return whether a module can be called."""
     return getattr(type(module).forward, "__name__", "") != "_forward_unimplemented"
 
 
 def is_metric(module: nn.Module) -> bool:
-    """Is it one of torchmetrics', which keeps its own state and is no part of a step?"""
+    """Return whether a module is one of torchmetrics', which keeps its own state and is not compiled."""
     library = sys.modules.get("torchmetrics")
     return library is not None and isinstance(module, library.Metric | library.MetricCollection)
 
@@ -91,7 +91,7 @@ def _refuse_nested(parts: Mapping[str, nn.Module]) -> None:
 
 
 def _refuse_wrapped(model: nn.Module) -> None:
-    """Raise for what something else than this strategy has compiled or wrapped."""
+    """Raise `ModelError` for a module that something other than this strategy has compiled or wrapped."""
     for path, module in model.named_modules():
         name = type(module).__name__
         if name in ("OptimizedModule", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"):
@@ -109,7 +109,8 @@ def _refuse_wrapped(model: nn.Module) -> None:
 
 
 def _refuse_left_out(model: nn.Module, parts: Mapping[str, nn.Module]) -> None:
-    """Raise for a parameter of no part, whose gradient nobody would average, and for one of two, which would become two."""
+    """Raise `ModelError` for a parameter of no part, whose gradient would not be averaged, and for one of two parts,
+    which would become two parameters."""
     holders: dict[int, list[str]] = {}
     for path, part in parts.items():
         for param in part.parameters():
@@ -138,8 +139,11 @@ def _refuse_left_out(model: nn.Module, parts: Mapping[str, nn.Module]) -> None:
 
 
 def compile_parts(parts: Mapping[str, nn.Module], plan: Plan, device: torch.device, world: int) -> DeviceMesh:
-    """Compile the parts, over one mesh, which is returned. What this has compiled by the same plan before stays. Raises what `zgraph.compile`
-    does."""
+    """Compile the parts over one mesh and return the mesh.
+
+    Parts that this function has compiled by the same plan before stay as they are. Raises `ModelError` for one that was
+    compiled by another plan, and what `zgraph.compile` raises.
+    """
     sizes = plan.resolve_mesh(world)
     mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     for path, part in parts.items():

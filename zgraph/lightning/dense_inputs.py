@@ -1,5 +1,5 @@
-"""Slices of a batch, `self.model(tokens[:, :-1])`, are given to a compiled module as tensors of their own: a program for all lengths can't follow the
-strides of a longer row."""
+"""Hooks that copy slices of a batch, as in `self.model(tokens[:, :-1])`, before they are given to a compiled module: the strides of a slice are those
+of the longer row, which a program for all lengths can't follow."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zgraph.errors import ModelError
 
 
 class DenseInputs:
-    """Stands before and after a module's forward."""
+    """Hooks before and after a module's forward that give it dense copies of strided arguments."""
 
     def __init__(self, module: nn.Module) -> None:
         self._copies: list[torch.Tensor] = []

@@ -1,4 +1,4 @@
-"""`ZGraphStrategy` of Lightning's Fabric: what `fabric.setup` is given runs compiled."""
+"""`ZGraphStrategy` of Lightning's Fabric: modules that `fabric.setup` is given run compiled."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ from zgraph.plan.plan import Plan
 
 
 class ZGraphStrategy(DDPStrategy):
-    """Fabric's strategy that compiles the modules that `fabric.setup` and `fabric.setup_module` are given, by a plan.
+    """A strategy of Fabric that compiles the modules given to `fabric.setup` and `fabric.setup_module`, by a plan.
 
-    `plan`: a plan, or the path of its file; by default `Plan()`, ZeRO-3 over all ranks. A module is compiled whole, by its forward; of a
-    LightningModule the outermost modules that have parameters and a forward; or those whose paths `modules` has. An optimizer that is set up with
-    its module gets the shards in the places of the parameters. Files of `fabric.save` have whole weights and states under the plain names.
+    `plan`: a plan, or the path of its file; by default `Plan()`, ZeRO-3 over all ranks. `modules`: paths of the modules to
+    compile; by default a module is compiled whole, by its forward, and of a LightningModule the outermost modules that have
+    parameters and a forward. In an optimizer that is set up with its module, the shards replace the parameters. Files of
+    `fabric.save` have whole weights and states under the plain names.
 
-    What can't be had raises `PlanError` or `ModelError` when it is set up.
+    Raises `PlanError` or `ModelError` at set-up for what is not supported.
     """
 
     def __init__(
@@ -58,10 +59,10 @@ class ZGraphStrategy(DDPStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Nothing: `zgraph.lightning` registers it."""
+        """Do nothing: `zgraph.lightning` registers the strategy."""
 
     def parts(self, module: nn.Module) -> dict[str, nn.Module]:
-        """What of a module that was set up is compiled, by path. Raises `ModelError` for one that was not."""
+        """Return the compiled parts of a module, by path. Raises `ModelError` for a module that was not set up."""
         for known, parts in self._set_up:
             if known is module:
                 return parts
@@ -71,7 +72,7 @@ class ZGraphStrategy(DDPStrategy):
 
     # -- set-up -------------------------------------------------------------------------------------------------------
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
-        """Compile it; it stays the same object."""
+        """Compile the module in place and return it."""
         refuse_plan(self.plan, self.world_size)
         refuse_precision(self.precision, self.plan)
         whole = SELF if not isinstance(module, LightningModule) else None
@@ -85,7 +86,7 @@ class ZGraphStrategy(DDPStrategy):
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Any], scheduler: Any = None
     ) -> tuple[nn.Module, list[Any], Any]:
-        """Compile the module, and put shards into the optimizers' groups in the places of its parameters."""
+        """Compile the module, and replace its parameters in the optimizers' groups by the shards."""
         if self.plan.optimizer is not None:
             raise PlanError(
                 "the plan has an optimizer, and fabric.setup is given another",
@@ -109,39 +110,39 @@ class ZGraphStrategy(DDPStrategy):
         return module, optimizers, scheduler
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Move it."""
+        """Move the module to this rank's device."""
         module.to(self.root_device)
 
     # -- steps --------------------------------------------------------------------------------------------------------
     def backward(self, tensor: torch.Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        """Fabric's own, of a loss that comes from what is compiled."""
+        """Run Fabric's own backward, and refuse a loss that does not come from compiled modules."""
         refuse_divided(tensor)
         refuse_plain_loss(tensor, [path for _, parts in self._set_up for path in parts])
         super().backward(tensor, module, *args, **kwargs)
 
     def clip_gradients_norm(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Clip by the norm of all gradients, over all ranks; gives it as a plain tensor."""
+        """Clip by the norm of all gradients over all ranks; return the norm as a plain tensor."""
         norm = super().clip_gradients_norm(*args, **kwargs)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """The whole weights, on rank 0."""
+        """Return the whole weights on rank 0. All ranks must call it."""
         return whole_state(module, self.parts(module))
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Each rank takes its part."""
+        """Load this rank's shards of whole weights."""
         module.load_state_dict(cut_state(module, state_dict), strict=strict)
 
     def get_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The whole states, on rank 0."""
+        """Return the whole states on rank 0. All ranks must call it."""
         part = next(part for _, parts in self._set_up for part in parts.values())
         return full_optimizer_state(part, optimizer, ranks=[0])
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Fabric's own; of an optimizer each rank takes its part."""
+        """Load a file as Fabric does, and this rank's shards of optimizer states."""
         if isinstance(state, torch.optim.Optimizer):
             state.load_state_dict(as_held(self.checkpoint_io.load_checkpoint(path), state))
             return {}
@@ -154,7 +155,7 @@ class ZGraphStrategy(DDPStrategy):
 
 
 class _ReadsWhole:
-    """Stands for an optimizer while a file with whole states is read."""
+    """A stand-in for an optimizer while a file with whole states is read: it loads this rank's shards of them."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -167,7 +168,7 @@ class _ReadsWhole:
 
 
 class _NoSync(_BackwardSyncControl):
-    """`fabric.no_backward_sync`."""
+    """The control behind `fabric.no_backward_sync`."""
 
     def __init__(self, strategy: ZGraphStrategy) -> None:
         self._strategy = strategy

@@ -1,4 +1,5 @@
-"""`self.log` of values that are computed of weights or gradients: those are divided, and a number made of one would be this rank's share."""
+"""`self.log` of values that are computed from sharded weights or gradients: without it, a logged number would be
+this rank's part."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 
 def log_whole_values(model: nn.Module) -> None:
-    """Let a LightningModule log the whole of a DTensor. All ranks must log it."""
+    """Make a LightningModule log the whole value of a DTensor. All ranks must log it."""
     own: Any = model.log  # type: ignore[operator]
 
     def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -19,5 +20,5 @@ def log_whole_values(model: nn.Module) -> None:
 
 
 def log_as_before(model: nn.Module) -> None:
-    """Undo it."""
+    """Restore the LightningModule's own `log`."""
     model.__dict__.pop("log", None)

@@ -13,12 +13,12 @@ from zgraph.api.full_state_dict import as_cut, full_tensors
 
 
 def whole_state(model: nn.Module, parts: Mapping[str, nn.Module]) -> dict[str, Any]:
-    """The model's state dict with whole tensors on rank 0, and an empty dict on the others. All ranks must call it."""
+    """Return the model's state dict with whole tensors on rank 0, and {} on the others. All ranks must call it."""
     return full_tensors(list(parts.values()), model.state_dict(), ranks=[0])
 
 
 def cut_state(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict of whole tensors, each cut as the model's own is."""
+    """Return a state dict of whole tensors with each tensor sharded as the model's own."""
     held = model.state_dict(keep_vars=True)
     return {
         name: as_cut(value, held[name])
@@ -29,7 +29,7 @@ def cut_state(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def same_buffers(model: nn.Module, but: Iterable[nn.Module] = ()) -> None:
-    """Give every rank rank 0's buffers, as DistributedDataParallel does, `but` those of these modules."""
+    """Copy rank 0's buffers to every rank, as DistributedDataParallel does, except those of the modules in `but`."""
     left = {id(b) for module in but for b in module.buffers()}
     for buffer in model.buffers():
         if id(buffer) not in left:

@@ -1,4 +1,5 @@
-"""`ZGraphStrategy`: a Trainer of Lightning runs the modules of a LightningModule as compiled steps."""
+"""`ZGraphStrategy`: a strategy with which Lightning's Trainer runs the modules of a LightningModule as compiled
+steps."""
 
 from __future__ import annotations
 
@@ -35,14 +36,15 @@ from zgraph.update.optimizer import PlanOptimizer
 
 
 class ZGraphStrategy(DDPStrategy):
-    """Lightning's strategy that compiles the modules of a LightningModule by a plan, and leaves the step itself, in Python, as it is.
+    """A strategy of Lightning that compiles the modules of a LightningModule by a plan, and leaves the step itself in Python.
 
-    `plan`: a plan, or the path of its file; by default `Plan()`, ZeRO-3 over all ranks. `modules`: paths of the modules to compile; by default the
-    outermost ones that have parameters and a forward. "self" is the LightningModule itself, by its `forward`. Each rank has rows of its own, as with
-    Lightning's DDPStrategy, and numbers are the same. The optimizers are those of `configure_optimizers`, over shards; one that the plan has is
-    returned from there as `self.model.zgraph.optimizer`. Checkpoints are those of Lightning, with whole weights under the plain names.
+    `plan`: a plan, or the path of its file; by default `Plan()`, ZeRO-3 over all ranks. `modules`: paths of the modules to
+    compile; by default the outermost ones that have parameters and a forward. "self" is the LightningModule itself, by its
+    `forward`. Each rank has rows of its own, as with Lightning's DDPStrategy, and results are the same. The optimizers are
+    those of `configure_optimizers`, over shards; to use the plan's, return `self.model.zgraph.optimizer` there. Checkpoints
+    are Lightning's, with whole weights under the plain names.
 
-    What can't be had raises `PlanError` or `ModelError` before the first step.
+    Raises `PlanError` or `ModelError` before the first step for what is not supported.
     """
 
     strategy_name = "zgraph"
@@ -59,7 +61,7 @@ class ZGraphStrategy(DDPStrategy):
         start_method: Any = "popen",
         **lightning: Any,
     ) -> None:
-        # (what is `lightning` are the objects that any strategy of Lightning's can be given: accelerator, cluster_environment, …)
+        # (`lightning` has the arguments of any strategy of Lightning: accelerator, cluster_environment, …)
         super().__init__(
             process_group_backend=process_group_backend, timeout=timeout, start_method=start_method, **lightning
         )
@@ -72,11 +74,11 @@ class ZGraphStrategy(DDPStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Nothing: `zgraph.lightning` registers it."""
+        """Do nothing: `zgraph.lightning` registers the strategy."""
 
     # -- before the first step ----------------------------------------------------------------------------------------
     def setup(self, trainer: Any) -> None:
-        """Compile the modules, then make the optimizers of what they hold."""
+        """Compile the modules, then create the optimizers over their shards."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         plan, fitting = self.plan, trainer.state.fn == TrainerFn.FITTING
@@ -99,47 +101,49 @@ class ZGraphStrategy(DDPStrategy):
         log_whole_values(self.model)
 
     def model_to_device(self) -> None:
-        """Move what has memory: what is on the meta device gets it when it is compiled."""
+        """Move what has memory to this rank's device: tensors on the meta device get their memory when they are
+        compiled."""
         _to_device(self.model, self.root_device)
 
     # -- steps --------------------------------------------------------------------------------------------------------
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The LightningModule's own, which calls what is compiled."""
+        """Run the LightningModule's own step, and refuse a loss that is sharded."""
         with explained("training_step"):
             output = super().training_step(*args, **kwargs)
         refuse_divided(output)
         return output
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The LightningModule's own."""
+        """Run the LightningModule's own step."""
         with explained("validation_step"):
             return super().validation_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The LightningModule's own."""
+        """Run the LightningModule's own step."""
         with explained("test_step"):
             return super().test_step(*args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The LightningModule's own."""
+        """Run the LightningModule's own step."""
         with explained("predict_step"):
             return super().predict_step(*args, **kwargs)
 
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
-        """Raise `ModelError` for a loss that was computed past what is compiled."""
+        """Raise `ModelError` for a loss that is sharded, or does not come from compiled modules."""
         refuse_divided(closure_loss)
         refuse_plain_loss(closure_loss, self.parts)
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Inside, backward passes only accumulate."""
+        """Let backward passes inside accumulate without reducing."""
         with contextlib.ExitStack() as stack:
             for part in self.parts.values():
                 stack.enter_context(part.zgraph.no_sync())  # type: ignore[union-attr, operator]
             yield
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Lightning's own; the plan's optimizer takes no closure, which is run before it."""
+        """Run Lightning's own step of an optimizer; for the plan's optimizer, which takes no closure, run the
+        closure first."""
         if not isinstance(optimizer, PlanOptimizer):
             with explained("optimizer_step"):
                 return super().optimizer_step(optimizer, closure, model, **kwargs)
@@ -149,20 +153,20 @@ class ZGraphStrategy(DDPStrategy):
 
     # -- evaluation ---------------------------------------------------------------------------------------------------
     def on_validation_start(self) -> None:
-        """See `_prepare_evaluation`."""
+        """Prepare an evaluation: see `_prepare_evaluation`."""
         trainer = self._trainer()
         self._prepare_evaluation(trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches)
 
     def on_test_start(self) -> None:
-        """See `_prepare_evaluation`."""
+        """Prepare an evaluation: see `_prepare_evaluation`."""
         self._prepare_evaluation(self._trainer().num_test_batches)
 
     def on_predict_start(self) -> None:
-        """See `_prepare_evaluation`."""
+        """Prepare an evaluation: see `_prepare_evaluation`."""
         self._prepare_evaluation(self._trainer().num_predict_batches)
 
     def on_validation_end(self) -> None:
-        """Let go of whole weights."""
+        """Free the whole weights."""
         self._divided_again()
 
     on_test_end = on_predict_end = on_validation_end
@@ -172,8 +176,11 @@ class ZGraphStrategy(DDPStrategy):
         return self.lightning_module.trainer
 
     def _prepare_evaluation(self, batches: Sequence[float]) -> None:
-        """Give all ranks rank 0's buffers, those that are saved. Where ranks have different numbers of batches (`predict` repeats none), let each
-        evaluate with whole weights by the plain modules: the programs' collectives need all ranks."""
+        """Copy rank 0's buffers to all ranks, and gather the weights if ranks have different numbers of batches.
+
+        Rank 0's buffers are those that are saved. Numbers of batches differ in `predict`, which repeats none: each rank
+        then evaluates the plain modules, since the collectives of programs need all ranks.
+        """
         same_buffers(self.model)
         everyone: list[Any] = [None] * self.world_size
         dist.all_gather_object(everyone, list(batches))
@@ -189,36 +196,36 @@ class ZGraphStrategy(DDPStrategy):
     # -- checkpoints --------------------------------------------------------------------------------------------------
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """A checkpoint is read into shards."""
+        """True: a checkpoint is read into shards."""
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole weights, on rank 0."""
+        """Return the whole weights on rank 0. All ranks must call it."""
         assert self.lightning_module is not None
         return whole_state(self.lightning_module, self.parts)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Each rank takes its part of the weights."""
+        """Load this rank's shards of the weights."""
         assert self.lightning_module is not None
         state = cut_state(self.lightning_module, checkpoint["state_dict"])
         self.lightning_module.load_state_dict(state, strict=strict)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """The whole states, on rank 0."""
+        """Return the whole states on rank 0. All ranks must call it."""
         inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         return full_optimizer_state(next(iter(self.parts.values())), inner, ranks=[0])
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Each rank takes its part of the states."""
+        """Load this rank's shards of the states."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(as_held(state, optimizer))
 
     # -- after it -----------------------------------------------------------------------------------------------------
     def on_exception(self, exception: BaseException) -> None:
-        """Nothing: Lightning's advice is about DistributedDataParallel."""
+        """Do nothing: Lightning's advice is about DistributedDataParallel."""
 
     def teardown(self) -> None:
-        """Leave the model on its device: the programs are of it."""
+        """Tear down, but leave the model on its device: its programs are compiled for it."""
         assert self.cluster_environment is not None and self.accelerator is not None
         self._whole.pop_all()
         log_as_before(self.model)

@@ -1,4 +1,4 @@
-"""Whether a step goes through what is compiled: said of each loss before its backward."""
+"""Checks that a step's loss goes through the compiled modules, and errors that explain a step that does not."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def refuse_plain_loss(loss: torch.Tensor, parts: Iterable[str]) -> None:
 
 
 def refuse_divided(output: Any) -> None:
-    """Raise `ModelError` for a loss that is computed of divided weights outside of the modules: as a number it would be a rank's share."""
+    """Raise `ModelError` for a loss computed from sharded weights outside of the compiled modules: its number would
+    be a rank's part."""
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if isinstance(loss, DTensor):
         raise ModelError(
@@ -49,7 +50,7 @@ def refuse_divided(output: Any) -> None:
 
 @contextlib.contextmanager
 def explained(step: str) -> Iterator[None]:
-    """Say what to do where a step reads a divided weight past its module."""
+    """Turn the errors of a step that reads a sharded weight outside of its module into a `ModelError` with advice."""
     try:
         yield
     except (RuntimeError, ModelError) as error:

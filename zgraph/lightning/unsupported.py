@@ -1,4 +1,4 @@
-"""What of a Trainer, a Fabric, a plan and a LightningModule goes together, and what does not."""
+"""Checks that refuse what a Trainer, a Fabric, a plan and a LightningModule can't be combined with."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zgraph.errors import ModelError, PlanError
 from zgraph.plan.plan import Plan
 from zgraph.update.optimizer import PlanOptimizer
 
-# What of a plan Lightning says, and how its user says it there.
+# Fields of a plan that Lightning sets, with Lightning's own way to set them.
 _BY_LIGHTNING = {
     "micro_batches": "accumulate_grad_batches",
     "loss_average": "what training_step returns",
@@ -32,7 +32,7 @@ _PLAIN = (of_trainer.Precision, of_fabric.Precision)
 
 
 def refuse_plan(plan: Plan, world: int) -> None:
-    """Raise `PlanError` for a plan with what Lightning says, and for ranks that share rows."""
+    """Raise `PlanError` for a plan with fields that Lightning sets, and for a mesh whose ranks share rows."""
     usual = Plan()
     for field, said in _BY_LIGHTNING.items():
         if getattr(plan, field) != getattr(usual, field):
@@ -69,7 +69,8 @@ def refuse_plan(plan: Plan, world: int) -> None:
 
 
 def refuse_precision(plugin: Any, plan: Plan) -> None:
-    """Raise `PlanError` for a precision plugin that compiled modules can't have, and for one beside the plan's precision."""
+    """Raise `PlanError` for a precision plugin that compiled modules do not support, and for a plugin and a plan
+    that both set the precision."""
     if type(plugin) not in _PLAIN and not isinstance(plugin, _PRECISIONS):
         raise PlanError(
             f"{type(plugin).__name__} can't be had with ZGraphStrategy",
@@ -94,7 +95,8 @@ def refuse_precision(plugin: Any, plan: Plan) -> None:
 
 
 def refuse_trainer(trainer: Any, layer_sync: Any) -> None:
-    """Raise `PlanError` for what of a Trainer can't be had with compiled modules, `ModelError` for a LightningModule that torch.compile has."""
+    """Raise `PlanError` for features of a Trainer that compiled modules do not support, `ModelError` for a
+    LightningModule compiled by torch.compile."""
     model = trainer.lightning_module
     if getattr(model, "_compiler_ctx", None) is not None:
         raise ModelError(
@@ -126,8 +128,8 @@ def refuse_trainer(trainer: Any, layer_sync: Any) -> None:
 
 
 def refuse_optimizers(optimizers: list[torch.optim.Optimizer], model: torch.nn.Module, plan: Plan) -> None:
-    """Raise `PlanError` for optimizers that the plan or shards can't have, `ModelError` for one that was made of parameters before they were
-    divided."""
+    """Raise `PlanError` for optimizers that do not work with the plan or with shards, `ModelError` for one that
+    holds parameters from before sharding."""
     current = {id(p) for p in model.parameters()}
     for optimizer in optimizers:
         name = type(optimizer).__name__
@@ -155,7 +157,7 @@ def refuse_optimizers(optimizers: list[torch.optim.Optimizer], model: torch.nn.M
 
 
 def refuse_two_clippings(plan: Plan, clip_val: Any) -> None:
-    """Raise `PlanError` where the plan and the Trainer both clip."""
+    """Raise `PlanError` if the plan and the Trainer both clip."""
     if plan.grad_clip is not None and clip_val:
         raise PlanError(
             "gradient_clip_val of the Trainer and grad_clip of the plan both clip gradients",
@@ -165,7 +167,8 @@ def refuse_two_clippings(plan: Plan, clip_val: Any) -> None:
 
 
 def refuse_several_parts(plan: Plan, parts: Any) -> None:
-    """Raise `PlanError` for a plan with an optimizer where several modules are compiled, each of which would have one of its own."""
+    """Raise `PlanError` for a plan with an optimizer if several modules are compiled, each of which would get its
+    own."""
     if plan.optimizer is not None and len(parts) > 1:
         raise PlanError(
             f"the plan has an optimizer, and {len(parts)} modules are compiled: {', '.join(parts)}",

@@ -1,6 +1,6 @@
-"""How fast a device computes and copies, measured with no model: products, sums over more than caches hold, and kernels that do nothing.
+"""The benchmark of a device's rates, without a model: matrix products, sums of tensors that are larger than caches, and empty kernels.
 
-Every rank of a machine measures at the same time, as ranks train: memory, and the power of processors, are shared. What else runs makes a
+All ranks of a machine measure at the same time, since they also train at the same time and share memory bandwidth and power. Other load makes a
 measurement longer, never shorter, so the shortest of several counts.
 """
 
@@ -21,23 +21,23 @@ from zgraph.record import Record
 logger = logging.getLogger(__name__)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-SIDES = {"cpu": (256, 512, 1024), "cuda": (1024, 2048, 4096, 8192)}  # of products
-LONG = {"cpu": 4e-3, "cuda": 1e-3}  # seconds: one that takes so long is no part of the host's own time
-BYTES = {"cpu": 2**25, "cuda": 2**26}  # of each of a sum's operands: no cache holds three of them
+SIDES = {"cpu": (256, 512, 1024), "cuda": (1024, 2048, 4096, 8192)}  # side lengths of the matrices in products
+LONG = {"cpu": 4e-3, "cuda": 1e-3}  # seconds of a product beside which the host's launch time is negligible
+BYTES = {"cpu": 2**25, "cuda": 2**26}  # bytes of each operand of a sum: no cache holds three of them
 SECONDS = 0.06  # for each measurement
-CALLS = 200  # of a kernel that does nothing
+CALLS = 200  # launches of the empty kernel in one run
 
 
 class Rates(Record, frozen=True):
-    """What was measured of a device; fields as in `Hardware`, within what any device can have."""
+    """The measured rates of a device, with the fields of `Hardware`, limited to what any device can have."""
 
-    flops: dict[str, Annotated[float, Field(gt=1e6, lt=1e18)]]
-    memory: Annotated[float, Field(gt=1e6, lt=1e16)]
-    launch: Annotated[float, Field(ge=0, lt=0.1)]
-    host: Annotated[float, Field(gt=1e5, lt=1e15)]
+    flops: dict[str, Annotated[float, Field(gt=1e6, lt=1e18)]]  # FLOP/s of matrix products, by dtype
+    memory: Annotated[float, Field(gt=1e6, lt=1e16)]  # bytes/s of the device's memory
+    launch: Annotated[float, Field(ge=0, lt=0.1)]  # seconds of a kernel launch
+    host: Annotated[float, Field(gt=1e5, lt=1e15)]  # bytes/s of copies between device and host
 
     def of(self, base: Hardware, name: str) -> Hardware:
-        """`base` with these rates."""
+        """Return `base` with these rates."""
         found: dict[str, object] = {"name": name, "flops": {**base.flops, **self.flops}, "memory": self.memory}
         found |= {"launch": self.launch, "host": self.host}
         if base.device == "cpu":
@@ -46,7 +46,7 @@ class Rates(Record, frozen=True):
 
 
 def slowest(ranks: list[Rates]) -> Rates:
-    """Of each rate the lowest: the others wait for that rank."""
+    """Return the lowest of each rate over ranks: all others wait for that rank."""
     dtypes = set.intersection(*(set(r.flops) for r in ranks))
     flops = {d: min(r.flops[d] for r in ranks) for d in sorted(dtypes)}
     return Rates(
@@ -59,9 +59,10 @@ def slowest(ranks: list[Rates]) -> Rates:
 
 @torch.no_grad()
 def measure_device(device: torch.device, fused: bool) -> Rates:
-    """The rates of this rank's device; `fused` as in `Costs` (compiled programs may have their products computed by another library).
+    """Measure the rates of this rank's device; `fused` as in `Costs`, since compiled programs may use another library
+    for products.
 
-    Raises what torch does where there is no memory for it.
+    Raises what torch raises if there is not enough memory.
     """
     watch = Stopwatch(device)
     products = {str(d).removeprefix("torch."): _products(d, device, fused, watch) for d in DTYPES}
@@ -79,7 +80,7 @@ def measure_device(device: torch.device, fused: bool) -> Rates:
 
 
 def _products(dtype: torch.dtype, device: torch.device, fused: bool, watch: Stopwatch) -> float:
-    """FLOP/s of square products; 0.0 where torch has none of this dtype on the device."""
+    """Measure FLOP/s of square products; 0.0 if torch has no product of this dtype on the device."""
     product = cpu_gemm.onednn() if fused and device.type == "cpu" and dtype is torch.float32 else None
     rate = 0.0
     for side in SIDES[device.type]:
@@ -103,7 +104,7 @@ def _products(dtype: torch.dtype, device: torch.device, fused: bool, watch: Stop
 
 
 def _launch(device: torch.device, watch: Stopwatch) -> float:
-    """Seconds of a kernel that does next to nothing."""
+    """Measure the seconds of an almost empty kernel."""
     small = torch.zeros(16, device=device)
 
     def many() -> None:
@@ -114,7 +115,7 @@ def _launch(device: torch.device, watch: Stopwatch) -> float:
 
 
 def _shortest(run: Callable[[], object], watch: Stopwatch) -> float:
-    """Seconds of the shortest of some runs, after one that may make what is made once."""
+    """Measure the seconds of a function: the shortest of several runs, after a warm-up."""
     run()
     best, spent, runs = float("inf"), 0.0, 0
     while runs < 3 or (spent < SECONDS and runs < 50):

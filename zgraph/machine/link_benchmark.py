@@ -1,10 +1,10 @@
-"""How fast ranks exchange bytes, measured: gathers of several sizes and a straight line through their times.
+"""The benchmark of the links between ranks: gathers of several sizes, and a straight line fitted to their times.
 
-A transfer of n bytes takes alpha + beta * n (Hockney, 1994, "The Communication Challenge for MPP"). Each is timed from
-the moment at which all ranks are there: on the rank that came last, so the shortest time over a group's ranks is its own. The
-slowest group counts. All are timed in two rounds, of which the faster counts.
+A transfer of n bytes takes alpha + beta * n (Hockney, 1994, "The Communication Challenge for MPP"). It is timed from the moment at which all ranks
+have arrived, which is the time on the last rank: so a transfer's time is the shortest over the ranks of its group. The slowest group counts. All
+transfers are timed in two rounds, of which the faster counts.
 
-What transfers take from computing is seen beside products that go on for longer than a transfer: they then take longer themselves.
+How much a transfer slows down computation is measured on products that run for longer than the transfer beside them.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ SIZES = tuple(4**k for k in range(6, 13))  # bytes of the whole: 4 KiB to 16 MiB
 LONGEST = 0.3  # seconds: a slow link is not given larger transfers once one takes this long
 REPEATS = 7
 QUICK = 3  # repeats, where there is little time
-SIDE = {"cpu": 192, "cuda": 2048}  # of products beside transfers
-SHARE = 150  # a transfer is timed some thirty times, and the last one takes up to four times as long as the others may
+SIDE = {"cpu": 192, "cuda": 2048}  # side length of the matrices in products beside transfers
+SHARE = 150  # the time limit over that of a transfer: about 30 transfers, and the last size may take 4 times as long
 
 
 def measure_link(
     group: str, ranks: int, device: torch.device, agreement: Agreement, seconds: float | None = None
 ) -> Link:
-    """The link over the process group of this name. All ranks of the model must call it; they get the same answer.
+    """Measure the link over the process group of this name. All ranks of the model must call it; they get the same result.
 
-    Within about so many `seconds`, and with what transfers take from computing; None: as long as it takes, and without that.
+    It takes about `seconds`, and then also measures how much transfers slow down computation; with None it takes as long as
+    needed, and does not measure that.
     """
     bench = _Bench(group, ranks, device, agreement, REPEATS if seconds is None else QUICK)
     longest = LONGEST if seconds is None else seconds / SHARE
@@ -48,7 +49,7 @@ def measure_link(
     sizes = SIZES[: len(transfers)]
     transfers.append(bench.scatter(sizes[-1]))
     first.append(bench.time(transfers[-1]))
-    # What else runs on a machine makes transfers slower, never faster, and seldom lasts from one round to the next.
+    # Other load on a machine makes transfers slower, never faster, and seldom lasts from one round to the next.
     *times, scattered = map(min, first, [bench.time(transfer) for transfer in transfers])
     latency, per_byte = fit_line(sizes, times)
     whole = (ranks - 1) / ranks
@@ -65,15 +66,15 @@ def measure_link(
 
 
 def fit_line(sizes: Sequence[float], times: Sequence[float]) -> tuple[float, float]:
-    """(seconds, seconds a byte): least squares of relative errors, so that small transfers count as much as large ones.
-    Neither is negative."""
+    """Return (seconds, seconds per byte), neither negative, by least squares of relative errors, so that small
+    transfers count as much as large ones."""
     import numpy as np
 
     x, y = np.asarray(sizes, dtype=float), np.asarray(times, dtype=float)
     fixed, slope = np.linalg.lstsq(np.stack([1 / y, x / y], axis=1), np.ones(len(y)), rcond=None)[0]
     if fixed < 0:
         fixed, slope = 0.0, (x / y).sum() / ((x / y) ** 2).sum()
-    if slope <= 0:  # (all take as long: no link that is worth a rate)
+    if slope <= 0:  # (all sizes take equally long: the bandwidth is practically unlimited)
         fixed, slope = float(y.min()), 1e-13
     return float(fixed), float(slope)
 
@@ -89,7 +90,8 @@ class _Bench:
         self.gloo = process_groups.backend_of(group, device)[0] == "gloo"
 
     def gather(self, size: int) -> Callable[[], torch.Tensor]:
-        """What starts a gather of `size` bytes in all, in the form in which programs have it on this transport."""
+        """Return a function that starts a gather of `size` bytes in all, with the operator that programs use on this
+        transport."""
         rows = max(size // self.ranks // 4, 1)
         part = torch.zeros(rows, device=self.device)
         if self.gloo:
@@ -97,14 +99,15 @@ class _Bench:
         return lambda: collectives.ALL_GATHER(part, self.ranks, self.group)  # type: ignore[no-any-return]
 
     def scatter(self, size: int) -> Callable[[], torch.Tensor]:
-        """What starts a reduce-scatter of them, likewise."""
+        """Return a function that starts a reduce-scatter of `size` bytes in all, with the operator that programs use
+        on this transport."""
         whole = torch.zeros(max(size // self.ranks // 4, 1) * self.ranks, device=self.device)
         if self.gloo:
             return lambda: collectives.ALL_REDUCE(whole, "avg", self.group)  # type: ignore[no-any-return]
         return lambda: collectives.REDUCE_SCATTER(whole, "avg", self.ranks, self.group)  # type: ignore[no-any-return]
 
     def time(self, start: Callable[[], torch.Tensor]) -> float:
-        """Seconds from a start to its end."""
+        """Measure the seconds from a transfer's start to its end."""
         mine: list[float] = []
         for _ in range(self.repeats + 1):
             self.agreement.any("the start of a transfer", False)
@@ -123,7 +126,8 @@ class _Bench:
         return max(statistics.median(each) for each in slowest)
 
     def taken(self, transfer: Callable[[], torch.Tensor], seconds: float) -> tuple[float, float]:
-        """(seconds that products take longer beside a transfer of so many `seconds`, seconds that its start takes), on the middle rank."""
+        """Return (seconds by which a transfer of `seconds` slows down products, seconds that its start takes):
+        medians over ranks."""
         side = SIDE[self.device.type]
         a, b, c = (torch.ones(side, side, device=self.device) for _ in range(3))
 

@@ -1,12 +1,12 @@
-"""What ranks schedule from: the plan's hardware, else what this machine and its links are measured to take when a model is compiled.
+"""The costs that ranks schedule from: the plan's hardware, else measurements of this machine and its links when a model is compiled.
 
-*Belief.* Ranks that decide from different costs would wait for each other's collectives for ever. So what each rank has measured, or has
-kept from before, is exchanged; all make one table of it, and vote on it.
+*Belief.* Ranks that decide from different costs would wait for each other's collectives forever. So the ranks exchange what each has measured or
+cached, make one table of it, and vote on the table.
 
-A device is measured once for all: its rates are kept in the cache folder (`zgraph/machine/measurement_cache.py`), by all that they depend
-on. Links are measured by each compile, as they are another day's; one that is within `STEADY` of the link that was kept is that one, so
-that a run that begins again has the same programs. Nothing is measured without real ranks or a real device: commands that plan for a
-cluster, and programs on virtual ranks, are made from data sheets (`costs_of`), and are the same everywhere.
+A device is measured once: its rates are stored in the cache folder (`zgraph/machine/measurement_cache.py`), keyed by everything that they depend
+on. Links are measured by each compile, since they change with time; if a link is within `STEADY` of the cached one, the cached one is used, so that a
+restarted run has the same programs. Nothing is measured without real ranks or a real device: commands that plan for a cluster, and programs on
+virtual ranks, use data sheets (`costs_of`), and are the same everywhere.
 """
 
 from __future__ import annotations
@@ -42,20 +42,24 @@ from zgraph.torch_compat import process_groups
 logger = logging.getLogger(__name__)
 
 VARIABLE = "ZGRAPH_HARDWARE"
-FORMAT = "1"  # of what is measured, and how
-STEADY = 1.25  # times as long as before, or as short, that a transfer may take for its link to be the same
+FORMAT = "1"  # the version of the measurements: a change makes cached ones invalid
+STEADY = 1.25  # the largest ratio between the times of a transfer over two links that count as the same
 LINK_SECONDS = 0.8  # for the links of all dimensions
 
 
 class Links(Record, frozen=True):
-    """Those of a mesh, by dimension."""
+    """The links of a mesh, by dimension."""
 
-    links: dict[str, Link]
+    links: dict[str, Link]  # the link of each mesh dimension
 
 
 def agreed_costs(plan: Plan, device: torch.device, agreement: Agreement, mesh: DeviceMesh | None) -> Costs:
-    """What the ranks schedule from, equal on all. `mesh` is that of all stages. All ranks must call it. Raises `PlanError` on every rank
-    if one can't read the hardware's file, `RankMismatchError` if they are told to take different ones."""
+    """Return the costs that the ranks schedule from, equal on all ranks. `mesh` is that of all stages. All ranks must
+    call it.
+
+    Raises `PlanError` on every rank if one can't read the hardware's file, `RankMismatchError` if they are given
+    different hardware.
+    """
 
     def refused(rank: int, said: str) -> PlanError:
         return PlanError(
@@ -77,7 +81,7 @@ def agreed_costs(plan: Plan, device: torch.device, agreement: Agreement, mesh: D
 
 
 def at_disk_rate(costs: Costs, agreement: Agreement, tiers: Tiers) -> Costs:
-    """With a disk that `tiers` have as fast as it was seen to be, on the rank with the slowest. All ranks must call it."""
+    """Return the costs with the measured rate of the disk of `tiers`, on the slowest rank. All ranks must call it."""
     if tiers.preflight is None:
         return costs
     mine = min(tiers.preflight.read_rate, tiers.preflight.write_rate)
@@ -86,7 +90,7 @@ def at_disk_rate(costs: Costs, agreement: Agreement, tiers: Tiers) -> Costs:
 
 
 def _is_real(agreement: Agreement) -> bool:
-    """Is there somebody behind the process group?"""
+    """Return whether the process group is a real one, or this process is the only rank."""
     return agreement.group is None or not process_groups.is_fake(agreement.group)
 
 
@@ -95,9 +99,9 @@ def _is_real(agreement: Agreement) -> bool:
 class _Seen:
     """What a rank tells the others before any of them measures."""
 
-    host: str
-    key: dict[str, str]
-    kept: Rates | None
+    host: str  # the name of its machine
+    key: dict[str, str]  # what the rates of its device depend on
+    kept: Rates | None  # the cached rates of its device; None if there are none
 
 
 def _measured(costs: Costs, device: torch.device, agreement: Agreement, mesh: DeviceMesh | None) -> Hardware:
@@ -127,7 +131,7 @@ def _measured(costs: Costs, device: torch.device, agreement: Agreement, mesh: De
 
 
 def _measure(device: torch.device, costs: Costs, key: dict[str, str]) -> Rates:
-    """This rank's device; where it has no room for that, what data sheets say."""
+    """Measure this rank's device; return the rates of data sheets if that fails, for example for lack of memory."""
     try:
         return measure_device(device, costs.fused)
     except RuntimeError as error:
@@ -137,7 +141,7 @@ def _measure(device: torch.device, costs: Costs, key: dict[str, str]) -> Rates:
 
 
 def _device_key(device: torch.device, fused: bool, ranks: int) -> dict[str, str]:
-    """All that a device's rates depend on."""
+    """Return everything that a device's rates depend on."""
     cuda = device.type == "cuda"
     names = re.findall(r"^model name\s*:\s*(.+)$", text_of("/proc/cpuinfo"), re.MULTILINE)
     cpu = names[0] if names else platform.machine()
@@ -155,7 +159,8 @@ def _device_key(device: torch.device, fused: bool, ranks: int) -> dict[str, str]
 
 # -- links ----------------------------------------------------------------------------------------------------------------
 def _links(device: torch.device, agreement: Agreement, mesh: DeviceMesh | None, hosts: list[str]) -> dict[str, Link]:
-    """Those of the mesh's dimensions, as they are now, or as they were if that is much the same."""
+    """Return the links of the mesh's dimensions: the cached ones if the new measurements are alike, else the new
+    ones."""
     dims = {} if mesh is None else dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
     dims = {dim: size for dim, size in dims.items() if size > 1}
     if mesh is None or not dims:
@@ -182,7 +187,7 @@ def _links(device: torch.device, agreement: Agreement, mesh: DeviceMesh | None, 
 
 
 def alike(old: Link, new: Link, ranks: int) -> bool:
-    """Do transfers of any size and kind take about as long over both, of the link and of computing?"""
+    """Return whether two links are alike: transfers, and their slowdown of computation, take about as long."""
     if old.joins != new.joins:
         return False
     pairs = [
@@ -190,7 +195,7 @@ def alike(old: Link, new: Link, ranks: int) -> bool:
         for kind in ("all_gather", "reduce_scatter")
         for size in (SIZES[0], SIZES[-1])
     ]
-    work = abs(old.work - new.work) * max(old.bandwidth, new.bandwidth)  # of a transfer's time
+    work = abs(old.work - new.work) * max(old.bandwidth, new.bandwidth)  # as a fraction of a transfer's time
     return all(max(a, b) <= STEADY * min(a, b) for a, b in pairs) and work <= STEADY - 1
 
 

@@ -1,7 +1,7 @@
-"""What was measured once, kept for later processes: a small JSON file for each key, in the cache folder.
+"""The cache of measurements for later processes: a small JSON file for each key, in the cache folder.
 
-An entry is read only if it is whole (its sum says so), of this very key (a file's name is a hash), and what it says can be true. Any other
-is as good as none: it is measured again, and written anew.
+An entry is used only if it is intact (by its checksum), has the key that is asked for (a file's name is a hash of it), and its values are within
+the limits of their record. Otherwise it is measured and written again.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ R = TypeVar("R", bound=Record)
 
 
 def entry(kind: str, key: dict[str, str]) -> Path:
-    """The file of what was measured under this key."""
+    """Return the file of the measurement with this key."""
     return cache_folder() / "machine" / f"{kind}-{_hash(_text(key))[:16]}.json"
 
 
 def read(kind: str, key: dict[str, str], record: type[R]) -> R | None:
-    """What is kept of this key; None if nothing is, or nothing that can be believed."""
+    """Return the cached measurement with this key; None if there is none, or none that is intact."""
     path = entry(kind, key)
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -46,7 +46,7 @@ def read(kind: str, key: dict[str, str], record: type[R]) -> R | None:
 
 
 def write(kind: str, key: dict[str, str], value: Record) -> None:
-    """Keep what was measured, at once or not at all. Where that can't be done, a warning says so."""
+    """Write a measurement atomically. If that fails, log a warning."""
     path, data = entry(kind, key), value.model_dump(mode="json")
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
