@@ -37,7 +37,7 @@ from zgraph.ranks import compile_progress
 from zgraph.units import shown_bytes
 
 SEARCH_STEPS = 10  # the search for the bytes that may be offloaded halves its range this often
-STEPS_BELOW = 4  # steps below what segments seem to need
+STEPS_BELOW = 4  # steps in which the size that segments seem to need is lowered until it fits
 MIN_GAIN = 0.01  # the least part of a step that waits for gathers for which a search pays
 MIN_RECOMPUTED = 0.0002  # the least part of a step by which recomputing less is worth another try
 LEAST_MEMORY = MemoryDecision(room=0, spare=0, reduce=0)
@@ -378,7 +378,7 @@ class Search:
         others = [
             self._try(base.choice.replace(activations=at)) for at in sorted({least, (least + used) // 2} - {used})
         ]
-        return [o for o in others if o.peak <= self.budget]  # (what recomputes more may hold more at once)
+        return [o for o in others if o.peak <= self.budget]  # (recomputing more may need more memory at once)
 
     def _fitted(self, choice: MemoryDecision) -> list[Outcome]:
         """Return the outcome of a decision, with fewer bytes for activations if transfers need them; none if it does

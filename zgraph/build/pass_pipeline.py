@@ -72,8 +72,10 @@ class MemoryDecision:
     """What is decided under a memory budget."""
 
     room: int | None = None  # bytes of gathered weights beyond those needed at once; None: the default of `overlap`
-    spare: int | None = None  # bytes by which these may raise the peak; None: as the plan says
-    reduce: int | None = None  # bytes of gradients that wait for their reduction; None: as the plan says
+    # bytes by which these may raise the peak, if the plan does not say; None: the default of `overlap`
+    spare: int | None = None
+    # bytes of gradients waiting for their reduction, if the plan does not say; None: its default
+    reduce: int | None = None
     keep: frozenset[str] = frozenset()  # weights that are kept from the forward to the backward
     # bytes that activations may take; None: all are kept that the plan does not say otherwise of
     activations: int | None = None

@@ -196,8 +196,7 @@ class StepProgram:
                     self.context,
                     variant,
                     training=self.differentiated,
-                    # (The plain variant's choice is for all variants, a symbolic program's for those for certain
-                    # sizes.)
+                    # (The plain variant's choice is for all, a symbolic program's also for those for certain sizes.)
                     choice=self._choice if variant != PLAIN or self.symbolic is not self else None,
                 )
             if variant == PLAIN and self.kept is not None and self.known is not None:
@@ -388,7 +387,8 @@ class StepProgram:
             if self.plan.backend == "eager":
                 made = compile_eager(program, self.context.groups)
             else:
-                # Two forwards share one backward where weights are kept: what they save must have the same strides.
+                # Where weights are kept, two forwards share one backward, so the values that they save must have the
+                # same strides.
                 made = compile_inductor(
                     program,
                     self.context.groups,
@@ -414,7 +414,7 @@ class Serves(abc.ABC):
     """The programs that serve the calls of one input signature, or of many signatures that differ in sizes alone."""
 
     trace: Trace
-    only: Mapping[str, int]  # sizes by name that are numbers in it, and symbols in other programs of such calls
+    only: Mapping[str, int]  # sizes that are numbers here, and symbols in other programs of such calls
 
     @abc.abstractmethod
     def programs(self) -> list[StepProgram]:
@@ -450,7 +450,7 @@ class Entry(Serves):
         self.shown = shown  # the inputs, in words
         self.trace = trace
         self.capture_seconds = trace.seconds
-        self.rows = rows  # of this rank's batch
+        self.rows = rows  # the rows of this rank's batch
         self.context = context
         returned: Any = self.trace.flat.graph_module.graph.output_node().args[0]
         self.constants = [None if isinstance(n, fx.Node) else n for n in returned]

@@ -23,8 +23,7 @@ from zgraph.torch_compat import aot, symbols, unbacked_sizes
 
 aten = torch.ops.aten
 
-# Sizes of these depend on values in rare cases only (residuals of matrices without full rank): a region sees them when
-# it runs.
+# Their sizes depend on values only in rare cases (residuals of matrices without full rank), seen when a region runs.
 LOOKED_AT = (aten.linalg_lstsq.default,)
 
 # The entries of its first node's meta that a region takes over.

@@ -38,11 +38,13 @@ class Fakes:
         self.compute = compute
         self.open_sizes = open_sizes
         self.open_dims: dict[int, dict[int, str]] = {}  # names of the sizes that are open, by the ids of fake tensors
-        self.names: dict[int, tuple[InputRole, str]] = {}  # what is registered, by the ids of fake tensors
-        self.values: dict[int, torch.Tensor] = {}  # of inputs that are constants, by the ids of fake tensors
-        self.given_dtypes: dict[int, torch.dtype] = {}  # of inputs before they were cast, by the ids of fake tensors
-        self._registered: dict[int, Any] = {}  # by the ids of real tensors
-        self._inputs: dict[int, Any] = {}  # by the ids of real tensors
+        self.names: dict[
+            int, tuple[InputRole, str]
+        ] = {}  # role and name of registered tensors, by the ids of fake tensors
+        self.values: dict[int, torch.Tensor] = {}  # values of inputs that are constants, by the ids of fake tensors
+        self.given_dtypes: dict[int, torch.dtype] = {}  # dtypes of inputs before their cast, by the ids of fake tensors
+        self._registered: dict[int, Any] = {}  # fakes of registered tensors, by the ids of real ones
+        self._inputs: dict[int, Any] = {}  # fakes of inputs, by the ids of real tensors
 
     def parameter(self, name: str) -> nn.Parameter:
         """Return a fake parameter as the model computes with it: whole, in the compute dtype."""

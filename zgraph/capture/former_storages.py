@@ -29,8 +29,8 @@ class Former:
 
     name: str  # the parameter's name
     param: weakref.ref[nn.Parameter]  # the parameter's former object
-    storage: Any  # a weak reference, so that no other storage gets its number
-    form: torch.Tensor  # on the meta device, with the parameter's former sizes, strides and offset
+    storage: Any  # a weak reference to its storage, so that no other storage gets its number
+    form: torch.Tensor  # a meta tensor with the parameter's former sizes, strides and offset
 
 
 class FormerMemory:

@@ -28,7 +28,7 @@ _LIBRARIES = ("aten", "prims", "prim", "zgraph", "_c10d_functional", "inductor")
 _REGIONS = ("tag_activation_checkpoint", "wrap_activation_checkpoint", "autograd_function_apply")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
 _NAMED = (torch.dtype, torch.device, torch.memory_format, torch.layout)
-_LARGEST = 1 << 26  # bytes of a constant
+_LARGEST = 1 << 26  # the most bytes of a constant
 
 
 def text_of_trace(trace: Trace) -> str:

@@ -157,7 +157,7 @@ def _stand_in(tensor: torch.Tensor, shape: tuple[int, ...], device: torch.device
     return made.requires_grad_(tensor.requires_grad)
 
 
-KNOWN_VALUES = 256  # constants that a family remembers
+KNOWN_VALUES = 256  # the most sets of constants that a family remembers
 
 
 @dataclass

@@ -21,7 +21,7 @@ from zgraph.torch_compat import autograd_state
 
 logger = logging.getLogger(__name__)
 
-_SEARCHED = 2000  # objects that are looked at to find whether a function calls the compiled forward
+_SEARCHED = 2000  # the most objects searched to find whether a function calls the compiled forward
 
 
 def is_method(module: nn.Module, forward: Any) -> bool:
@@ -135,7 +135,7 @@ class Forward:
             self._wrapper = None
             if self._from_class and type(self.module).forward is not self._of_class:
                 self._take_class()
-        elif given is None:  # (it was deleted from the model: the class's is meant)
+        elif given is None:  # (deleted from the model, so the class's applies)
             self._capture(types.MethodType(type(self.module).forward, self.module))
         elif given is not self._wrapper:
             if calls(given, self.compiled, self.module, self._is_ours):

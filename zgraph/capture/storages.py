@@ -76,9 +76,7 @@ class Sharing:
     What the backward reads must not be written to before it.
     """
 
-    # positions of outputs that are copied first: the plain model's are separate, or the forward's writes would reach
-    # them
-    copied: frozenset[int]
+    copied: frozenset[int]  # outputs copied first: separate in the plain model, or within reach of the forward's writes
     linked: frozenset[int]  # flat outputs that are views of each other in the plain model too
     lent: frozenset[int]  # flat outputs that are views of inputs in the plain model too
     read_inputs: frozenset[int]  # flat inputs whose memory the backward reads

@@ -215,7 +215,7 @@ def with_own_sizes(program: Program, traced: Sequence[TracedSize], declared: Ope
 def _known_size(traced: TracedSize, env: Any, declared: OpenSizes) -> ProgramSize:
     low, high = symbols.bounds(env, traced.symbol)
     where = symbols.bounded_by(env, traced.symbol)
-    bounded = high is not None  # (by the model)
+    bounded = high is not None  # (the model bounds it)
     wanted = declared.ranges.get(traced.name)
     if wanted is not None:
         if wanted[0] < low or (wanted[1] is not None and high is not None and wanted[1] > high):

@@ -1,4 +1,4 @@
-"""AOTAutograd: forward and backward as one graph, and what its inputs and outputs are."""
+"""AOTAutograd: forward and backward as one graph, and descriptions of its inputs and outputs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def export_joint(
         tracing(TracingContext(fake_mode)),
         recurrent_layers(),
         _fakes_of_unknown_sizes(),
-        _use_lazy_graph_module(True),  # (nobody runs the graphs that are made on the way)
+        _use_lazy_graph_module(True),  # (the intermediate graphs are never run)
     ):
         joint = aot_export_joint_with_descriptors(stack, graph_module, tuple(inputs), decompositions=decompositions)
         return joint.graph_module

@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import threading
 
-# Objects made between two runs of the collector. (Tracing makes many, and drops few in cycles: with Python's own 700 a fifth of a
-# capture's time goes to looking for these.)
+# The number of new objects between two runs of the collector. (Tracing makes many, and drops few in cycles: with
+# Python's own 700, collecting takes a fifth of a capture's time.)
 _RARELY = 20_000
 
 

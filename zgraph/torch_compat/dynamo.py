@@ -206,7 +206,7 @@ def _stand_ins() -> Iterator[None]:
     from torch._dynamo import variables
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
-    kinds: Any = variables  # (its types are not told to checkers)
+    kinds: Any = variables  # (torch exports it without types)
 
     def stands(function: Any, where: Callable[[dict[str, Any]], bool] = lambda given: True) -> Callable[..., Any]:
         """Return a handler that traces `function`, but leaves the call to torch where `where` is false of its arguments
@@ -340,7 +340,7 @@ def _cached_calls(effects: Effects) -> Iterator[None]:
         own = type(self.wrapper_obj) is _CACHE and not _module_of(self.wrapper_obj).startswith("torch")
         if own and all(v.is_python_constant() for v in [*args, *kwargs.values()]):
             given = tuple(v.as_python_constant() for v in args), {k: v.as_python_constant() for k, v in kwargs.items()}
-            with contextlib.suppress(Exception):  # (what it raises is raised where it is looked through)
+            with contextlib.suppress(Exception):  # (if it raises, tracing through it raises the same)
                 value = self.wrapper_obj(*given[0], **given[1])
                 if type(value) in (type(None), bool, int, float, str):
                     effects.cached.append((self.wrapper_obj, *given, value))
@@ -380,7 +380,7 @@ def _symbolic(names: Sequence[str], open_dims: Mapping[int, Collection[int]]) ->
     process, asked, form = there.process_automatic_dynamic, there.is_dynamic_source, there._automatic_dynamic
     literal = there.VariableBuilder.wrap_literal
 
-    def wrap(self: Any, value: Any) -> Any:  # (a float would be looked at late, and be a constant by then)
+    def wrap(self: Any, value: Any) -> Any:  # (dynamo would wrap a float late, after making it a constant)
         return self.wrap_symfloat(value) if type(value) is float and self.source.name in names else literal(self, value)
 
     def of_floats(tx: Any, name: str, *rest: Any, **named: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What dynamo remembers of the code that it has traced, kept apart from a capture."""
+"""State that dynamo keeps of the code it has traced, kept apart from a capture."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.utils import ExactWeakKeyDictionary
 
 # (owner, attribute, what makes its initial value). A capture calls dynamo's tracer directly: it neither looks up
-# compiled code nor
-# adds any, and counts towards no limit of recompilations. Besides that cache, this is the state that one trace leaves
-# to the next.
+# compiled code nor adds any, and counts towards no limit of recompilations. Besides that cache, this is the state that
+# one trace leaves to the next.
 _MEMORY: tuple[tuple[Any, str, Callable[[], Any]], ...] = (
     # By code object: which sizes and numbers have changed between calls; and the same, as it was read from a file.
     (pgo, "_CODE_STATE", lambda: defaultdict(pgo.CodeState)),

@@ -1,4 +1,4 @@
-"""Fake tensors that are made without asking an operator."""
+"""Fake tensors made without running an operator, and what torch knows of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-MOST_KNOWN = 4096  # elements of a tensor whose values are known while it is traced
+MOST_KNOWN = 4096  # the most elements of a tensor whose values are known during tracing
 
 _aten = torch.ops.aten
 _COUNTING = (_aten.arange.default, _aten.arange.start, _aten.arange.start_step)

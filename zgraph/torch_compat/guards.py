@@ -27,7 +27,7 @@ from zgraph.torch_compat.unguarded_state import Surroundings
 
 logger = logging.getLogger(__name__)
 
-# In the __dict__ of what was a parameter of a compiled model: a program reads the parameter that took its place.
+# Set in the __dict__ of a compiled model's former parameters: a program reads the parameters that replaced them.
 REPLACED = "_zgraph_replaced"
 
 _MISSING = object()
@@ -135,7 +135,7 @@ class Guards:
         self._globals: dict[str, Any] = effects.namespace
         self._appended = {id(x) for x in effects.appended}
         self._numbers: dict[str, Any] = {}  # numbers that are constants of the capture, by their names in guards
-        self._objects: list[Any] = []  # what is guarded
+        self._objects: list[Any] = []  # the guarded objects
         # Tensors that were not fake at capture, by their names in guards: the compiled name and requires_grad, which
         # torch 2.11 does not compare.
         self._trained: dict[str, tuple[types.CodeType, bool]] = {}
@@ -410,7 +410,7 @@ def recorded(function: types.FunctionType, watched: Sequence[Any] = ()) -> Itera
 
 
 class _Appended:
-    """Mixed into dynamo's variable for a list: notes whether the list is read, or only appended to."""
+    """Mixed into dynamo's variable for a list: records whether the list is read, or only appended to."""
 
     mutation_type: Any
 
@@ -485,7 +485,7 @@ def _note(effects: Any, found: Effects, cells: dict[str, types.CellType]) -> Non
             found.objects.append((target, names))
         elif not isinstance(
             variable.mutation_type, AttributeMutationNew
-        ):  # (a tensor that forward makes is new, and nothing changed)
+        ):  # (a tensor that forward makes is new, so its mutation changes nothing)
             found.consumed.append(_line(effects, variable))
 
 

@@ -100,7 +100,9 @@ def name_origins(graph: fx.Graph) -> None:
         node.meta.pop("from_node", None)
         node.meta["from_node"] = [NodeSource(node, "zgraph")]
         unnamed = node.meta.get("original_aten") is None and isinstance(node.target, torch._ops.OpOverload)
-        if unnamed and node.target.namespace != "_c10d_functional":  # (else it names the kernel of its operand)
+        if (
+            unnamed and node.target.namespace != "_c10d_functional"
+        ):  # (a collective would give its name to its operand's kernel)
             node.meta["original_aten"] = node.target
 
 
@@ -134,7 +136,7 @@ def order_keeper(chunks: tuple[tuple[str, str], ...] = (), copies: tuple[str, ..
 
     base = getattr(
         custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass
-    )  # torch 2.11: the latter
+    )  # torch 2.11 has only the latter
 
     class KeepOrder(base):  # type: ignore[misc, valid-type]
         def __call__(self, nodes: list[Any]) -> list[Any]:
@@ -166,8 +168,7 @@ def order_keeper(chunks: tuple[tuple[str, str], ...] = (), copies: tuple[str, ..
         @staticmethod
         def _hold(node: Any) -> None:
             # When the C++ backend rebuilds a kernel's loops, it forgets that the kernel reads what another wrote in
-            # place (the result of a
-            # wait), and fuses it in front of the wait. A dependency that was added is not forgotten.
+            # place (the result of a wait), and fuses it in front of the wait. It does not forget an added dependency.
             for read in sorted({d.name for d in node.read_writes.reads} & set(node.mutation_renames.values())):
                 node.add_fake_dep(WeakDep(read, read, is_fake=True))
 
@@ -193,7 +194,7 @@ def _order_chunks(nodes: list[Any], chunk_of: dict[str, str]) -> bool:
         if chunk != now:
             now, before, written = chunk, written, []
         for name in before:
-            # (nothing is mutated: it names no write of the node's)
+            # (a plain ordering: no write of the node's is named, since nothing is mutated)
             node.add_fake_dep(WeakDep(name, name, is_fake=True))
         written += [b.get_name() for b in node.get_outputs()]
     return bool(written)

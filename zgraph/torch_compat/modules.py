@@ -13,8 +13,8 @@ class Registered(NamedTuple):
     """What a module has registered, in torch's order, each once, by its first name."""
 
     modules: list[nn.Module]  # the module and all those inside it
-    parameters: dict[str, nn.Parameter]  # by name
-    buffers: list[torch.Tensor]  # of all these modules
+    parameters: dict[str, nn.Parameter]  # all their parameters, by name
+    buffers: list[torch.Tensor]  # all their buffers
 
 
 def registered(module: nn.Module) -> Registered:
@@ -22,7 +22,7 @@ def registered(module: nn.Module) -> Registered:
     found = Registered([], {}, [])
     if (
         type(module).named_parameters is not nn.Module.named_parameters
-    ):  # (a class that says itself what its parameters are)
+    ):  # (a class with a `named_parameters` of its own)
         found.parameters.update(module.named_parameters())
         _walk(module, "", found._replace(parameters={}), set())
     else:

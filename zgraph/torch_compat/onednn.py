@@ -30,7 +30,7 @@ def onednn_product() -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, floa
     function.argtypes, function.restype = [ctypes.POINTER(ctypes.c_void_p)] * 3 + [ctypes.c_float] * 2, None
 
     def product(a: torch.Tensor, b: torch.Tensor, into: torch.Tensor, beta: float) -> None:
-        # (a Tensor of C++ is a pointer to what `_cdata` is the address of)
+        # (a C++ Tensor is a pointer to the object at address `_cdata`)
         function(*(ctypes.c_void_p(x._cdata) for x in (a, b, into)), beta, 1.0)
 
     return product

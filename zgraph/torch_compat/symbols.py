@@ -35,7 +35,7 @@ _FUNCTIONS = {
     "float": float,
     "int": int,
     "round": round,
-}  # what PythonPrinter may write
+}  # the functions that PythonPrinter may write
 
 
 @dataclass(frozen=True)

@@ -29,4 +29,4 @@ def move_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
 
 OPTIMIZER_HOOKS = tuple(
     f"_optimizer_{call}_{when}_hooks" for call in ("step", "state_dict", "load_state_dict") for when in ("pre", "post")
-)  # what an optimizer of torch's keeps its hooks in
+)  # the attributes in which a torch optimizer keeps its hooks

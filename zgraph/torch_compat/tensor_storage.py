@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 def holders(tensor: torch.Tensor) -> int:
     """Return the number of tensors that share this one's storage, itself included."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1  # (the storage object here)
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1  # (minus the storage object made here)
 
 
 def has_storage(tensor: torch.Tensor) -> bool:
@@ -35,7 +35,7 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 
 def storage_address(tensor: torch.Tensor) -> int:
     """Return the address of a tensor's storage; 0 where there is none (a sparse tensor, a subclass around others)."""
-    around_others = isinstance(tensor, DTensor)  # (it has a storage, whose address torch refuses to give)
+    around_others = isinstance(tensor, DTensor)  # (a DTensor has a storage, but torch refuses to give its address)
     return tensor.untyped_storage().data_ptr() if has_storage(tensor) and not around_others else 0
 
 

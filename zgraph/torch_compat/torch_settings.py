@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-# Where somebody can put code of his own into Inductor.
+# Settings that add a user's own code to Inductor.
 _OWN_CODE = (
     "cudagraph_policy",
     "custom_partitioner_fn",

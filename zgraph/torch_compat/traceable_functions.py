@@ -1,6 +1,6 @@
-"""Functions of torch that look at values in Python or C++, written with tensors: capture traces these in their place.
+"""Functions of torch that read values in Python or C++, written with tensors: capture traces these in their place.
 
-Each gives what torch's own gives. `dynamo` says which stands for which.
+Each returns what torch's own returns. `dynamo` says which function each stands for.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Fake implementations of operators whose sizes depend on values: sizes are symbols with bounds. Also a loss whose size torch has wrong."""
+"""Fake implementations of operators whose sizes depend on values: these sizes are symbols with bounds. Also a loss to
+which torch gives a wrong size."""
 
 from __future__ import annotations
 
@@ -72,8 +73,7 @@ def _label_loss(input: torch.Tensor, target: torch.Tensor, reduction: int) -> tu
 
 
 # The upper bound of each symbol that the fake implementations of `selecting` operators make. (Torch itself sets no
-# bound of two or
-# less, and ignores that a mask may be larger than what it selects from.)
+# bound of two or less, and ignores that a mask may be larger than what it selects from.)
 _bounds: weakref.WeakKeyDictionary[Any, dict[Any, int]] = weakref.WeakKeyDictionary()
 
 
@@ -93,7 +93,7 @@ def _unknown_size(fake_mode: Any) -> Any:
 
     with (
         fake_mode.shape_env.ignore_fresh_unbacked_symbols()
-    ):  # (torch looks for it among the results of whoever calls the operator)
+    ):  # (torch requires a new symbol in the results of the operator's caller)
         size = fake_mode.shape_env.create_unbacked_symint()
     _constrain_range_for_size(size)
     return size

@@ -1,5 +1,8 @@
-"""What a captured forward depends on that dynamo keeps no guard on: methods and other attributes of classes, attributes that were missing,
-which arguments are one object, hooks of all modules, environment variables."""
+"""What a captured forward depends on that dynamo does not guard.
+
+These are: methods and other attributes of classes, attributes that were missing, which arguments are one object, hooks
+of all modules, environment variables.
+"""
 
 from __future__ import annotations
 
