@@ -249,11 +249,8 @@ class _Builder:
         One that reads a value of the forward belongs to the segment of that value's last forward reader, or to the
         first of its operands' segments if that comes before. Any other belongs to the segment of its first reader.
         """
-        given = (
-            InputRole.TANGENT,
-            InputRole.RETURNED,
-            InputRole.SCALE,
-        )  # the backward's inputs: any segment may read them
+        # the backward's inputs, which any segment may read
+        given = (InputRole.TANGENT, InputRole.RETURNED, InputRole.SCALE)
         free = {node for port, node in self.program.input_items() if port.role in given}
         most: dict[fx.Node, int] = dict.fromkeys(free, count - 1)
         tangents = set(free)

@@ -92,9 +92,8 @@ class Rotor:
         n = len(segments)
         self.bytes = _most(segments)
         self.slot = max(self.bytes / slots, 1.0)
-        self.slots = (
-            slots + 2 * n + 2
-        )  # (sizes are rounded to slots: a schedule that keeps all may take up to 2 n + 2 more)
+        # (sizes are rounded to slots: a schedule that keeps all may take up to 2 n + 2 more)
+        self.slots = slots + 2 * n + 2
         self.enter = [self._in_slots(s.input_bytes) for s in segments] + [0]
         self.cost = np.concatenate([[0.0], np.cumsum([s.seconds for s in segments])])
         grads = itertools.accumulate((s.gradients for s in segments), initial=0)

@@ -1,7 +1,7 @@
 """Builds the program that ranks compute together from the decisions of how each node is computed.
 
-Operands are converted to the placements that a node needs them in, once for all that need them so. On exit all outputs are whole but the
-gradients, which have the placements of their parameters.
+Operands are converted to the placements that a node needs them in, once for all readers with the same need. On exit all
+outputs are whole but the gradients, which have the placements of their parameters.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _BLIND = frozenset(
         aten._scaled_dot_product_flash_attention_for_cpu, aten._scaled_dot_product_flash_attention_for_cpu_backward,
     ]
 )  # fmt: skip
-"""Operators whose kernels take it for granted how their operands lie in memory: plain PyTorch has seen to it before it calls them."""
+"""Operators whose kernels assume a memory layout of their operands, which plain PyTorch makes sure of before it calls them."""
 
 
 class Builder:
-    """Goes through a captured program, whose nodes are decided, and makes each of them a rank's."""
+    """A builder that turns each node of a captured program into a rank's, as decided."""
 
     def __init__(self, placements: Placements, decisions: Decisions) -> None:
         self.program, self.placements, self.decisions = placements.program, placements, decisions
@@ -60,12 +60,12 @@ class Builder:
             elif node.op != "output":
                 self._build(node, self.decisions.ways[node])
         self._leave(own)
-        self.program.graph.eliminate_dead_code()  # (copies that were made again elsewhere)
+        self.program.graph.eliminate_dead_code()  # (copies that were replaced by others)
         _fill(self.program)
         return self.reshard.counts
 
     def _enter(self, node: fx.Node, part: Shard | None) -> None:
-        """Let a divided parameter come in as a rank holds it."""
+        """Give a divided parameter's placeholder the shape that a rank holds."""
         if part is None:
             return
         spec = self._spec(node)
@@ -74,7 +74,7 @@ class Builder:
             node.meta["val"] = torch.empty_strided(spec.shape, spec.stride, dtype=old.dtype, device=old.device)
         assert spec.division is not None
         if spec.division.blocks > 1 and node.users:
-            # Held in plain pieces, which every checkpoint can describe, it is made whole and cut again into parts of its blocks.
+            # A rank holds a plain piece, which every checkpoint can describe: gather the parameter and cut parts of its blocks.
             users = sorted(node.users)
             record = info(node).replace(param=None, made_by="divide", phase=info(users[0]).phase)
             with self.program.graph.inserting_before(users[0]):
@@ -86,7 +86,7 @@ class Builder:
                 user.replace_input_with(node, mine)
 
     def _held(self, gradient: fx.Node, part: Shard, division: Division, output: fx.Node) -> fx.Node:
-        """A gradient in the pieces that ranks hold of a parameter that is made of several blocks."""
+        """Return a gradient in the plain piece that a rank holds of a parameter that is made of several blocks."""
         whole = self._converted_to(gradient, REPLICATE, output)
         record = info(whole).replace(role=Role.COMPUTE, param=None, made_by="divide", mesh_dim=None, stream="compute")
         sizes, d = list(tensor(whole).shape), division.dim
@@ -104,7 +104,7 @@ class Builder:
         return self.program.params[self.program.inputs[self.program.placeholders().index(node)].name]
 
     def _turn(self, first: fx.Node) -> None:
-        """Make whole what the forward gives, in front of the first node of the backward."""
+        """Make the forward's outputs whole before the first node of the backward."""
         with self.program.graph.inserting_before(first):
             anchor = self.program.graph.call_function(aten.sym_size.int, ())  # (a reader in the forward, removed below)
         set_info(anchor, NodeInfo(phase=Phase.FORWARD))
@@ -153,13 +153,15 @@ class Builder:
             self._evaluate(node)
 
     def _converted_to(self, node: fx.Node, target: Placement, user: fx.Node) -> fx.Node:
-        """A value in another placement, made in front of its `user` or, where it is a sum over ranks, as soon as it can be."""
+        """Return a value in another placement, made before its `user` or, where it is a sum over ranks, as soon as it
+        can be.
+        """
         state = self.placements.of(node)
         if state == target:
             return node
         phase = info(user).phase if user.op != "output" else info(node).phase
         reduces = isinstance(state, Partial)
-        # What is made whole for the forward is not kept for the backward.
+        # A value that is made whole for the forward is not saved for the backward.
         grows = isinstance(state, Shard) and isinstance(target, Replicate)
         key = (node, target, phase if grows else info(node).phase)
         if key in self._converted:
@@ -183,7 +185,9 @@ class Builder:
         return made
 
     def _replayable(self, node: fx.Node, state: Placement, target: Placement) -> Way | None:
-        """How a view is made of what it shows in that other placement (so that all views of one value share its transfer)."""
+        """Return how a view is made from its base in the other placement (so that all views of one value share its
+        transfer), or None.
+        """
         source = self.placements.source(node)
         if source is None or isinstance(state, Replicate) or type(self.placements.of(source)) is not type(state):
             return None
@@ -223,7 +227,7 @@ class Builder:
     def _evaluate(self, node: fx.Node) -> None:
         try:
             node.meta["val"] = self.program.evaluate(node)
-        except (RuntimeError, ValueError):  # (a view of what now lies in another order)
+        except (RuntimeError, ValueError):  # (a view of a value that now has another memory layout)
             if node.target is not aten.view.default:
                 raise
             source: fx.Node = node.args[0]  # type: ignore[assignment]
@@ -235,7 +239,7 @@ class Builder:
             node.meta["val"] = self.program.evaluate(node)
 
     def _laid_out(self, node: fx.Node, captured: Any, user: fx.Node) -> fx.Node:
-        """A value laid out as it was captured, as far as a kernel may read it by that."""
+        """Return a value with the captured memory layout, if a kernel may depend on it."""
         if not isinstance(captured, torch.Tensor) or captured.dim() == 0:
             return node
         now = tensor(node)
@@ -247,13 +251,15 @@ class Builder:
 
 
 def _with_tensors(arguments: Any, make: Callable[[fx.Node], fx.Node]) -> Any:
-    """Arguments with others in place of tensors; sizes stay."""
+    """Return arguments with other tensors in place of tensors; sizes stay."""
     return fx.node.map_arg(arguments, lambda n: n if is_symbolic(value(n)) else make(n))
 
 
 def _fill(program: Program) -> None:
-    """Between a collective's start and its wait runs what came before it and is not needed for it: gradients of weights, while those of
-    activations are summed (as Megatron-LM does by hand)."""
+    """Move earlier nodes that a collective does not need between its start and its wait.
+
+    These are gradients of weights, while those of activations are summed (as Megatron-LM does by hand).
+    """
     region: list[fx.Node] = []
     for node in program.nodes:
         if not (collectives.is_start(node) and info(node).role is Role.EXCHANGE):
@@ -272,7 +278,7 @@ def _fill(program: Program) -> None:
 
 
 def _wait_late(made: fx.Node, user: fx.Node) -> None:
-    """Let what is between a sum's start and its first reader run meanwhile."""
+    """Move a sum's wait, and what follows it, before its first reader, so that other nodes run meanwhile."""
     late = [made]
     while not collectives.is_wait(late[0]):
         late.insert(0, late[0].all_input_nodes[0])

@@ -1,8 +1,9 @@
-"""Decides how each node of a captured program is computed when ranks divide it: which placements its operands are needed in, and its results have.
+"""Decides how each node of a captured program is computed when ranks divide it: the placements of its operands and
+results.
 
-A node is computed in the way that sends the fewest bytes; of equals, in the one that computes least. `sharding_rules` says which ways there
-are; `indexed` has those that are not the operator itself. The graph is read in order and stays as it is, but for operators that
-can be divided only as several others (`EXPANSIONS`), which are put in their place.
+A node is computed in the way that sends the fewest bytes; of equals, in the one that computes least. `sharding_rules`
+gives the ways of an operator itself; `divided_indexing` those by other operators. The graph is read in order and stays
+as it is, but for operators that can be divided only as several others (`EXPANSIONS`), which these others replace.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from zgraph.program.program import Division, InputRole, OutputRole
 
 aten = torch.ops.aten
 
-WEIGHT_FACTOR = 1000.0  # how much rather than an activation's bytes those of a weight stay where they are
+WEIGHT_FACTOR = 1000.0  # how many times more a byte of a weight costs to move than one of an activation
 
-# What a gradient goes through unchanged, or as one of several terms, on its way out.
+# Operators that pass a gradient on unchanged, or as one of several terms.
 _PASSED_ON = {
     aten.clone.default,
     aten._to_copy.default,
@@ -41,25 +42,24 @@ _PASSED_ON = {
 class Way:
     """One way to compute a node."""
 
-    operands: tuple[Placement, ...]  # what its operands are needed as
-    results: tuple[Placement, ...]  # what its results then are
-    build: Build | None = None  # what builds it, where it is not the operator itself, of a rank's parts
+    operands: tuple[Placement, ...]  # the placements in which it needs its operands
+    results: tuple[Placement, ...]  # the placements that its results have then
+    build: Build | None = None  # builds it from a rank's parts of other operators; None: the operator itself
 
 
 FindWay = Callable[[Placements, fx.Node], Way | None]
-"""Finds the way that stands in place of those that a node's rule gives; None where these stay."""
+"""Returns the way that replaces those of a node's rule; None if the rule's ways stay."""
 
 
 @dataclass(frozen=True)
 class Goal:
-    """What is to be divided, besides what follows from how weights are."""
+    """What is to be divided, besides what follows from the division of weights."""
 
-    sequence: bool = False  # may sums over ranks leave their result in parts?
-    along: frozenset[Axis] = (
-        frozenset()
-    )  # what is computed from weights is divided along these without being told to, rather than along others
+    sequence: bool = False  # whether sums over ranks may leave their result sharded
+    # axes along which values that depend on weights are divided even if no operand is, and rather than along others
+    along: frozenset[Axis] = frozenset()
     batch: frozenset[Axis] = frozenset()  # the axes of the rows of inputs, which are not divided
-    ways: Mapping[object, FindWay] = field(default_factory=dict)  # by operator: ways of its own kind
+    ways: Mapping[object, FindWay] = field(default_factory=dict)  # by operator: finds a way that its rule does not give
 
 
 @dataclass(frozen=True)
@@ -67,17 +67,19 @@ class Decisions:
     """How each node is computed. The placements of the values are in `Placements`."""
 
     own: Mapping[fx.Node, Shard]  # the parameters that ranks have parts of
-    ways: Mapping[fx.Node, Way]
+    ways: Mapping[fx.Node, Way]  # how each operator is computed
 
 
 def decide(placements: Placements, goal: Goal) -> Decisions:
-    """Decide for a whole program; `placements` then has that of each value. Raises `PassError` for a parameter that can't be divided as its
-    layout says."""
+    """Decide for a whole program; `placements` then has that of each value.
+
+    Raises `PassError` for a parameter that can't be divided as its layout says.
+    """
     return _Decider(placements, goal).decide()
 
 
 def _divided_parameters(placements: Placements) -> dict[fx.Node, Shard]:
-    """The parameters whose layouts say that these ranks divide them."""
+    """Return the parameters whose layouts say that these ranks divide them."""
     found = {}
     for name, node in placements.program.input_nodes(InputRole.PARAMETER).items():
         division = placements.program.params[name].division
@@ -99,17 +101,17 @@ def _axis_of(placements: Placements, name: str, node: fx.Node, division: Divisio
 
 
 def _drops(node: fx.Node) -> bool:
-    """Is this a dropout that leaves some values in?"""
+    """Return whether this is a dropout that leaves some values in."""
     return node.target is aten.native_dropout.default and argument(node, 1) < 1 and argument(node, 2) is not False
 
 
 def _in_what(placement: Placement) -> object:
-    """The axis of a shard, which views have in other dimensions; else the placement."""
+    """Return the axis of a shard, which views have in other dimensions; else the placement."""
     return placement.axis if isinstance(placement, Shard) else placement
 
 
 def ways_along(placements: Placements, node: fx.Node, axis: Axis) -> list[Way]:
-    """The ways to compute a node in parts along an axis: one for each label of its rule that the axis is under."""
+    """Return the ways to compute a node in parts along an axis: one for each label of its rule that covers the axis."""
     rule = placements.axes.rules[node]
     labels = [x for x in rule.sizes if axis in placements.axes.under(node, rule, x)]
     found = (_way_along(placements, node, axis, label) for label in labels)
@@ -137,7 +139,9 @@ def _way_along(placements: Placements, node: fx.Node, axis: Axis, label: Label) 
 
 
 def _operands_along(placements: Placements, node: fx.Node, axis: Axis, label: Label) -> list[Placement] | None:
-    """What the operands are needed as for results in parts along a label; None where one can't be so."""
+    """Return the placements in which the operands are needed for results in parts along a label; None where one can't
+    have its own.
+    """
     rule = placements.axes.rules[node]
     given: list[Placement] = []
     for i, (operand, dims) in enumerate(zip(operands_of(node), rule.operands, strict=True)):
@@ -145,7 +149,7 @@ def _operands_along(placements: Placements, node: fx.Node, axis: Axis, label: La
         if i in rule.unread:
             placement = placements.of(operand)
             if any(dims) and (here is None or placement != Shard(axis, here)):
-                return None  # (its shape is the result's)
+                return None  # (its shape is that of the result)
             given.append(placement)
             continue
         if here is not None and placements.axes.shape(operand)[here].count(axis) != 1:
@@ -155,9 +159,11 @@ def _operands_along(placements: Placements, node: fx.Node, axis: Axis, label: La
 
 
 def _indexed(placements: Placements, node: fx.Node, axis: Axis) -> Way | None:
-    """The way to look up, or to put, only what is in a rank's part of the dimension that is indexed."""
+    """Return the way to look up, or to put, only what is in a rank's part of the indexed dimension; None if there is
+    none.
+    """
     if node.target not in INDEXED or axis in placements.folded:
-        return None  # (of a folded axis a rank's part is no range)
+        return None  # (a rank's part of a folded axis is no range of indices)
     axes, operands = placements.axes, operands_of(node)
     lead = LEADS.get(node.target)
     at = 0 if lead is None else argument(node, lead) % len(axes.shapes(node)[0])
@@ -177,10 +183,12 @@ class _Decider:
         self.program, self.axes, self.ranks = placements.program, placements.axes, placements.ranks
         self.own = _divided_parameters(placements)
         self.ways: dict[fx.Node, Way] = {}
-        self.trained: set[fx.Node] = set()  # parameters, and what is computed from them
-        self.weights: set[fx.Node] = set()  # parameters, and views of them
-        self.wanted: dict[fx.Node, Placement] = {}  # what gradients, and what is on the way to them, are to be
-        self._paid: set[tuple[fx.Node, object]] = set()  # (what is made once serves all of its readers)
+        self.trained: set[fx.Node] = set()  # parameters, and values that depend on them
+        self.weights: set[fx.Node] = set()  # divided parameters, and views of them
+        self.wanted: dict[
+            fx.Node, Placement
+        ] = {}  # placements that gradients, and values passed on to them, should have
+        self._paid: set[tuple[fx.Node, object]] = set()  # values converted already (one conversion serves all readers)
 
     def decide(self) -> Decisions:
         self._want()
@@ -211,7 +219,7 @@ class _Decider:
         return Decisions(self.own, self.ways)
 
     def _want(self) -> None:
-        """Note what placements gradients are to have, and what is on the way to them."""
+        """Note the placements that gradients, and values that are passed on to them, should have."""
         by_name = {p.name: n for p, n in self.program.input_items() if p.role is InputRole.PARAMETER}
         for port, node in self.program.output_items():
             if port.role is OutputRole.GRADIENT and port.of is InputRole.PARAMETER and port.name in by_name:
@@ -226,7 +234,7 @@ class _Decider:
                         stack += at.all_input_nodes
 
     def _expanded(self, node: fx.Node) -> fx.Node | None:
-        """The first of the nodes that now stand for one that can be divided only so; None if it stays."""
+        """Return the first of the nodes that replace one that can be divided only as several others; None if it stays."""
         expansion = EXPANSIONS.get(node.target)
         rule = self.axes.rules.get(node)
         if expansion is None or rule is None:
@@ -266,7 +274,9 @@ class _Decider:
         return min(ways, key=lambda w: self._cost(node, operands, w))
 
     def _whole(self, rule: Rule | None, operands: Sequence[fx.Node]) -> tuple[Placement, ...]:
-        """What operands are needed as for whole results: whole, but for those of which at most the shape is read."""
+        """Return the placements of operands for whole results: whole, except operands of which at most the shape is
+        read.
+        """
         states = [self.placements.of(o) for o in operands]
         kept = [
             rule is not None and i in rule.unread and (isinstance(s, Partial) or not any(rule.operands[i]))
@@ -291,7 +301,7 @@ class _Decider:
         if self.goal.sequence:
             for operand, state in zip(operands, states, strict=True):
                 shape = self.axes.shape(operand)
-                if isinstance(state, Partial) and shape[:-1] and shape[-1]:  # (statistics of rows are not worth it)
+                if isinstance(state, Partial) and shape[:-1] and shape[-1]:  # (not for statistics of rows: too small)
                     candidates |= {a: None for dim in shape[:-1] for a in dim if self.placements.divides(a)}
         if node in self.trained:
             candidates |= dict.fromkeys(self.goal.along)
@@ -300,7 +310,7 @@ class _Decider:
         parted = any(isinstance(s, Shard) for s in states)
         free = self.goal.along and parted and node not in self.wanted
         if free and all(self._cost(node, operands, w)[0] for w in found):
-            # Where parts of a sequence do not do (in attention), parts of something else may.
+            # Where a node can't be divided along the sequence (as attention), it may be along another axis.
             every = {a: None for x in rule.sizes for a in self.axes.under(node, rule, x) if self.placements.divides(a)}
             for axis in every:
                 if axis not in candidates and axis not in self.goal.batch:
@@ -308,7 +318,9 @@ class _Decider:
         return found
 
     def _cost(self, node: fx.Node, operands: Sequence[fx.Node], way: Way) -> tuple[float, int]:
-        """Bytes that a rank sends; of equals the way that computes the least."""
+        """Return the bytes that a rank sends, and, to choose among equals, the number of results that it computes
+        whole.
+        """
         total = 0.0
         for operand, state in {(o, s): None for o, s in zip(operands, way.operands, strict=True)}:
             weight = WEIGHT_FACTOR if operand in self.weights else 1.0
@@ -316,7 +328,7 @@ class _Decider:
         if node in self.wanted and len(way.results) == 1:
             total += self._moved(node, way.results[0], self.wanted[node])
         elif self.goal.along:
-            # A sum over ranks is wanted in parts of the sequence; of the only operand, it is there already.
+            # A sum over ranks costs its conversion to parts of the sequence, unless an operand is such a sum already.
             spread = [i for i, s in enumerate(way.results) if isinstance(s, Partial)]
             if not any(isinstance(s, Partial) for s in way.operands):
                 made = list(tensors(node))
@@ -327,7 +339,7 @@ class _Decider:
         return any(axis in self.goal.along for dim in self.axes.shapes(node)[at] for axis in dim)
 
     def _moved(self, node: fx.Node, state: Placement, target: Placement) -> float:
-        """Bytes that a rank sends to have a value in another placement."""
+        """Return the bytes that a rank sends to convert a value to another placement."""
         if state == target or isinstance(state, Replicate):
             return 0.0
         sent = self.placements.origin(node) if node in self.placements.of_results else node

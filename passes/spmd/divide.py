@@ -1,13 +1,15 @@
-"""Lets the ranks of a mesh dimension compute one program together: values are stored in parts, and collectives stand where they have to.
+"""Lets the ranks of a mesh dimension compute one program together: values are stored in parts, with collectives where
+they are needed.
 
-*Contract.* On entry the program is the plain single-device graph; the layouts of its parameters say which are divided, and how.
-What every other value does follows from it, node by node, in order. A value is `Replicate` (whole on each rank), `Shard` (rank r has
-the r-th of equal pieces along one axis), or `Partial` (the sum over ranks, or their maximum, is the value): DTensor's words. `decide` chooses for
-each node the way that sends the fewest bytes, `Builder` makes the program from these decisions. On exit all outputs are whole but the
-gradients, which are stored as their parameters are.
+*Contract.* On entry the program is the plain single-device graph; the layouts of its parameters say which are divided,
+and how. The placement of every other value follows from it, node by node, in order. A value is `Replicate` (whole on
+each rank), `Shard` (rank r has the r-th of equal pieces along one axis), or `Partial` (the sum over ranks, or their
+maximum, is the value): DTensor's words. `decide` chooses for each node the way that sends the fewest bytes, `Builder`
+makes the program from these decisions. On exit all outputs are whole but the gradients, which are stored as their
+parameters are.
 
-With Megatron's division of weights (columns, then rows: Shoeybi et al. 2019) this gives its two all-reduces a layer and direction; with
-`sequence` they become a reduce_scatter and an all_gather each (Korthikanti et al. 2022).
+With Megatron's division of weights (columns, then rows: Shoeybi et al. 2019) this gives its two all-reduces a layer and
+direction; with `sequence` they become a reduce_scatter and an all_gather each (Korthikanti et al. 2022).
 """
 
 from __future__ import annotations
@@ -24,10 +26,10 @@ from zgraph.program.program import Fact, Level, Program
 
 @dataclass(frozen=True)
 class DivideOptions:
-    """`dim` is the mesh dimension; with `sequence`, sums over ranks may leave their result in parts."""
+    """Options of `divide`."""
 
-    dim: str = "tp"
-    sequence: bool = False
+    dim: str = "tp"  # the mesh dimension
+    sequence: bool = False  # whether sums over ranks may leave their result sharded
 
 
 @graph_pass(
@@ -47,5 +49,5 @@ def divide(program: Program, options: DivideOptions) -> dict[str, int]:
 
 
 def divide_program(placements: Placements, goal: Goal) -> dict[str, int]:
-    """Decide how each node is computed, then build that. Returns the counts of collectives, and their bytes."""
+    """Decide how each node is computed, then build the program. Return the counts of collectives, and their bytes."""
     return Builder(placements, decide(placements, goal)).run()

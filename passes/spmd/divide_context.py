@@ -1,10 +1,11 @@
 """Lets the ranks of a mesh dimension each work on a part of the sequence (context parallelism).
 
-*Contract.* As `divide`, but weights are whole on every rank: what is divided are the tokens. Which axis is the sequence's follows from the
-graph: that of the products of activations with weights which is not the batch's. From there on each value lies as its operators let
-it. Attention needs whole sequences, and gets them for a part of the heads (all_to_all before and behind it: Ulysses, Jacobs et al. 2023)
-where heads are to be had, or sees them pass by in a ring (`zgraph.passes.spmd.ring`). Masks, positions and the loss's mean are those of the whole
-sequence, as they stand in the graph; gradients are sums over ranks.
+*Contract.* As `divide`, but weights are whole on every rank and tokens are divided. The axis of the sequence is found
+in the graph: in products of activations with weights, it is the axis of rows that is not the batch's. The placements of
+all values follow from there, as their operators allow. Attention needs whole sequences, and gets them for a part of the
+heads (all_to_all before and after it: Ulysses, Jacobs et al. 2023) where the ranks divide the heads, or computes block
+by block in a ring (`zgraph.passes.spmd.ring`). Masks, positions and the loss's mean are those of the whole sequence, as
+they stand in the graph; gradients are sums over ranks.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ logger = logging.getLogger(__name__)
 aten = torch.ops.aten
 
 SHARE = 0.1
-"""Of all products' operations, those that run along an axis for it to be a sequence that has to be divided."""
+"""The least share of all products' operations along an axis that makes it a sequence that has to be divided."""
 
 
 @dataclass(frozen=True)
 class ContextOptions:
-    """How the sequence is divided."""
+    """Options of `divide_context`."""
 
-    dim: str = CONTEXT_DIM  # of the mesh
-    sequence_dim: int | None = None  # the inputs' dimension that is the sequence's (None: found from the graph)
-    attention: str = "auto"  # how it is computed: by "heads", in a "ring", or "auto"
-    staged: bool = False  # is the program a stage's, so that attention may be in other stages?
+    dim: str = CONTEXT_DIM  # the mesh dimension
+    sequence_dim: int | None = None  # the inputs' dimension that is the sequence's (None: found in the graph)
+    attention: str = "auto"  # how attention is computed: by "heads", in a "ring", or "auto"
+    staged: bool = False  # whether the program is a pipeline stage's, so that attention may be in other stages
 
 
 @graph_pass(
@@ -74,7 +75,7 @@ def divide_context(program: Program, options: ContextOptions) -> dict[str, int]:
 
 
 def _folded(program: Program, axes: Axes, along: frozenset[Axis], ranks: int) -> frozenset[Axis]:
-    """The sequences whose queries see only what is before them, where ranks can have two pieces each."""
+    """Return the sequences with causal attention of which each rank can have two pieces."""
     causal = [n for n in program.nodes if n.target in RINGS and is_causal(n) and can_ring(n, axes, along, along)]
     rows = {axes.shape(operands_of(n)[1])[ROWS][0] for n in causal}
     return frozenset(axis for axis in rows if axes.size(axis) % (2 * ranks) == 0)
@@ -88,8 +89,11 @@ def _by_ring(
     folded: frozenset[Axis],
     options: ContextOptions,
 ) -> bool:
-    """Is attention computed by a ring where it can be? Tells of what is computed whole on every rank. Raises `PlanError` where no attention
-    can be and the plan asks for it."""
+    """Return whether attention is computed by a ring where it can be, and warn of attention that every rank computes
+    whole.
+
+    Raises `PlanError` where no attention can be computed by a ring and the plan asks for it.
+    """
     ranks = program.mesh[options.dim]
     every = _attention(program)
     found = [n for n in every if any(a in along for dim in axes.shape(operands_of(n)[0]) for a in dim)]
@@ -121,7 +125,7 @@ def _by_ring(
 
 
 def refuse_without_attention(program: Program) -> None:
-    """Raise `PlanError` for a whole model that calls no attention, of which the plan says that a ring computes it."""
+    """Raise `PlanError` for a whole model that calls no attention, though the plan wants a ring to compute it."""
     if not _attention(program):
         raise _no_ring(
             "it has no attention operator: scaled_dot_product_attention is not called, or torch computes it by plain products (as where "
@@ -143,7 +147,9 @@ def _no_ring(why: str) -> PlanError:
 
 
 def batch_axes(program: Program, axes: Axes) -> frozenset[Axis]:
-    """The axes of inputs' first dimension; of inputs of one dimension (positions, flat labels) only if it is as long as the others'."""
+    """Return the axes of inputs' first dimension; of inputs of one dimension (positions, flat labels) only if it is as
+    long as the others'.
+    """
     inputs = [n for n in _inputs(program) if tensor(n).dim()]
     rows = {tensor(n).shape[0] for n in inputs if tensor(n).dim() > 1}
     inputs = [n for n in inputs if tensor(n).dim() > 1 or not rows or tensor(n).shape[0] in rows]
@@ -151,8 +157,11 @@ def batch_axes(program: Program, axes: Axes) -> frozenset[Axis]:
 
 
 def sequences(program: Program, axes: Axes, options: ContextOptions) -> frozenset[Axis]:
-    """The axes that ranks divide: one for each sequence (an encoder's, a decoder's). Raises `PlanError` where there is none, where values
-    have several at once, and where the ranks don't divide one."""
+    """Return the axes that ranks divide: one for each sequence (an encoder's, a decoder's).
+
+    Raises `PlanError` where there is none, where values have several at once, and where the number of ranks does not
+    divide one.
+    """
     ranks = program.mesh[options.dim]
     if options.sequence_dim is not None:
         found = _told(program, axes, options.sequence_dim)
@@ -196,7 +205,9 @@ def _told(program: Program, axes: Axes, dim: int) -> dict[Sequence, bool]:
 def _found(program: Program, axes: Axes, ranks: int) -> dict[Sequence, bool]:
     batch = batch_axes(program, axes)
     among_ranks = {a for n, rule in axes.rules.items() if RANKS in rule.sizes for a in axes.under(n, rule, RANKS)}
-    one = {dim for n in axes.rules for shape in axes.shapes(n) for dim in shape}  # (what is one dimension somewhere)
+    one = {
+        dim for n in axes.rules for shape in axes.shapes(n) for dim in shape
+    }  # (groups of axes that are one dimension of some value)
     work: dict[Sequence, float] = {}
     several: dict[fx.Node, float] = {}
     total = 0.0
@@ -229,7 +240,7 @@ def _found(program: Program, axes: Axes, ranks: int) -> dict[Sequence, bool]:
 
 
 def _depth(node: fx.Node) -> int:
-    """The length of the sum in each element of a product."""
+    """Return the length of the sum in each element of a product."""
     first: fx.Node = node.args[1 if node.target is aten.addmm.default else 0]  # type: ignore[assignment]
     return int(tensor(first).shape[-1])
 
@@ -238,7 +249,7 @@ _PRODUCTS = {aten.mm.default: "m", aten.addmm.default: "m", aten.bmm.default: "b
 
 
 def _products(program: Program, axes: Axes) -> Iterator[tuple[fx.Node, Sequence]]:
-    """Products of activations with weights in the forward, and the axes of the rows."""
+    """Yield products of activations with weights in the forward, each with the axes of its rows."""
     weights: set[fx.Node] = set(program.input_nodes(InputRole.PARAMETER).values())
     for node in program.nodes:
         read = node.all_input_nodes

@@ -1,4 +1,6 @@
-"""Operators that are made of others where what they index, or draw for, is divided: each rank looks up, or puts, only what is in its part."""
+"""Replaces operators whose indexed (or, for dropout, drawn) dimension is divided: each rank looks up, or puts, only
+what is in its part.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,11 @@ from zgraph.program.node import NodeInfo, tensor
 aten = torch.ops.aten
 
 Build = Callable[[Resharder, fx.Node, list[fx.Node], NodeInfo], "fx.Node | tuple[fx.Node, ...]"]
-"""Builds what a node gives (each of its results, where it has several) of its operands, in the placements that it needs them in."""
+"""Builds a node's result (or results) from its operands, which have the placements that its way needs."""
 
 
 def build_dropout(reshard: Resharder, node: fx.Node, given: list[fx.Node], record: NodeInfo) -> tuple[fx.Node, fx.Node]:
-    """Each rank draws for all, as one process would, and keeps what is its own."""
+    """Build a dropout for which each rank draws for all, as one process would, and keeps its own part."""
     whole, like = reshard.placements.captured[operands_of(node)[0]], tensor(given[0])
     rate: float = argument(node, 1)
     sizes = {"dtype": torch.bool, "device": like.device}
@@ -33,7 +35,7 @@ def build_dropout(reshard: Resharder, node: fx.Node, given: list[fx.Node], recor
 
 
 def _near(reshard: Resharder, index: fx.Node, rows: int, record: NodeInfo) -> tuple[fx.Node, fx.Node]:
-    """Indices into this rank's `rows` (some row for those that are another's), and which are its own."""
+    """Return indices into this rank's `rows` (0 for those of another rank), and which indices are its own."""
     first = reshard.call(aten.mul.Scalar, (reshard.place(), rows), record, "first_row")
     moved = reshard.call(aten.sub.Tensor, (index, first), record, "local_index")
     low = reshard.call(aten.ge.Scalar, (moved, 0), record, "not_below")
@@ -43,14 +45,14 @@ def _near(reshard: Resharder, index: fx.Node, rows: int, record: NodeInfo) -> tu
 
 
 def _masked(reshard: Resharder, values: fx.Node, own: fx.Node, record: NodeInfo) -> fx.Node:
-    """Zero where a row is another rank's."""
+    """Return the values, zero where a row is another rank's."""
     for _ in range(tensor(values).dim() - tensor(own).dim()):
         own = reshard.call(aten.unsqueeze.default, (own, -1), record, "own")
     return _chosen(reshard, own, values, 0, record, "masked")
 
 
 def _chosen(reshard: Resharder, where: fx.Node, values: fx.Node, other: int, record: NodeInfo, name: str) -> fx.Node:
-    """The values where something is true, one number elsewhere."""
+    """Return the values where a condition is true, one number elsewhere."""
     like = tensor(values)
     number = reshard.call(aten.full.default, ([], other), record, "number", dtype=like.dtype, device=like.device)
     return reshard.call(aten.where.self, (where, values, number), record, name)
@@ -82,7 +84,7 @@ def _gather(reshard: Resharder, node: fx.Node, given: list[fx.Node], record: Nod
 
 
 def _scatter(reshard: Resharder, node: fx.Node, given: list[fx.Node], record: NodeInfo) -> fx.Node:
-    """What goes to another rank's rows goes to one more row here, which is dropped."""
+    """Build a scatter in which indices of other ranks' rows go to one more row, which is dropped."""
     dim: int = argument(node, 1)
     shape = list(tensor(given[0]).shape)
     rows = shape[dim]
@@ -98,7 +100,7 @@ def _scatter(reshard: Resharder, node: fx.Node, given: list[fx.Node], record: No
 
 
 LOOK_UP = {aten.embedding.default, aten.gather.default}
-# Which argument says what dimension is indexed; the first of those that have none.
+# The argument that is the indexed dimension; operators without such an argument index dimension 0.
 LEADS: dict[object, int] = {aten.gather.default: 1, aten.scatter.src: 1, aten.scatter.value: 1}
 # Operators that can be computed by a rank's own indices into a dimension that is divided.
 INDEXED: dict[object, Build] = {

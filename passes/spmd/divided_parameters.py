@@ -1,8 +1,9 @@
 """Which parameters the ranks of a mesh dimension divide among themselves, and along which axes.
 
-An axis (see `zgraph.passes.analysis.axes`) that may be divided is one that no operator walks as a whole: the heads of an attention block,
-the inner width of an MLP, the words of a vocabulary. Dividing it divides all parameters that have it, each along the dimension that it is
-in. So a choice is made among axes, not among parameters; a table of module patterns names axes by what a weight does with them.
+An axis (see `zgraph.passes.analysis.axes`) can be divided if no operator needs it whole: the heads of an attention
+block, the inner width of an MLP, the words of a vocabulary. Dividing it divides all parameters that have it, each along
+the dimension that it is in. So a choice is made among axes, not among parameters; a table of module patterns names axes
+by what a weight does with them.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Choice:
-    """An axis that may be divided, and how each parameter that has it then is."""
+    """An axis that may be divided."""
 
-    axis: Axis
-    size: int
-    divisions: Mapping[str, Division]
+    axis: Axis  # the axis
+    size: int  # its number of positions
+    divisions: Mapping[str, Division]  # how each parameter that has it is divided then
 
     def nbytes(self, params: Mapping[str, ParamSpec]) -> int:
         return sum(params[name].nbytes for name in self.divisions)
 
 
 def choices(program: Program, dim: str, ranks: int) -> list[Choice]:
-    """All axes of a captured program's parameters that `ranks` may divide, those of most bytes first."""
+    """Return all axes of a captured program's parameters that `ranks` may divide, those of most bytes first."""
     axes = Axes(program)
     fixed = fixed_axes(program, axes)
     found: dict[Axis, dict[str, Division]] = {}
@@ -55,7 +56,7 @@ def choices(program: Program, dim: str, ranks: int) -> list[Choice]:
 
 
 def fixed_axes(program: Program, axes: Axes) -> set[Axis]:
-    """The axes that some operator walks as a whole."""
+    """Return the axes that some operator needs whole."""
     fixed: set[Axis] = set()
     for node in program.graph.nodes:
         if node.op != "call_function":
@@ -84,7 +85,7 @@ def _picks(node: fx.Node) -> bool:
 
 
 def divided(program: Program, divisions: Mapping[str, Division]) -> dict[str, ParamSpec]:
-    """The layouts of a captured program's parameters with these divisions."""
+    """Return the layouts of a captured program's parameters with these divisions."""
     return {
         name: spec.divided(divisions[name], program.mesh) if name in divisions else spec
         for name, spec in program.params.items()
@@ -92,7 +93,7 @@ def divided(program: Program, divisions: Mapping[str, Division]) -> dict[str, Pa
 
 
 def compatible(chosen: Iterable[Choice]) -> dict[str, Division]:
-    """The divisions of several choices: each parameter's by the first that has it."""
+    """Return the divisions of several choices: each parameter's by the first choice that has it."""
     found: dict[str, Division] = {}
     for choice in chosen:
         for name, division in choice.divisions.items():
@@ -100,7 +101,7 @@ def compatible(chosen: Iterable[Choice]) -> dict[str, Division]:
     return found
 
 
-# What the labels of operators that have weights mean for these.
+# What the labels of operators that have weights mean for the weights.
 _ROLES = {
     aten.mm.default: {"n": "out", "k": "in"},
     aten.addmm.default: {"n": "out", "k": "in"},
@@ -112,8 +113,11 @@ _ROLES = {
 
 
 def uses_of(program: Program, axes: Axes) -> dict[str, dict[int, set[str]]]:
-    """What a parameter's dimensions are for: "out", "in" (summed over), "rows" (looked up), by parameter and dimension. A vocabulary's
-    rows are "out" and "rows" where one matrix is both."""
+    """Return what a parameter's dimensions are for, by parameter and dimension: "out", "in" (summed over), "rows"
+    (looked up).
+
+    A vocabulary's rows are "out" and "rows" where one matrix is both.
+    """
     roles: dict[Axis, set[str]] = {}
     for node in program.graph.nodes:
         if node.op != "call_function" or info(node).phase is not Phase.FORWARD or node not in axes.rules:

@@ -1,17 +1,21 @@
-"""Products and the collectives beside them run in pieces: while one piece is on the link, the next is multiplied (async tensor parallelism).
+"""Products and the collectives beside them run in pieces: while one piece is on the link, the next is multiplied (async
+tensor parallelism).
 
-*Contract.* On entry the ranks of a mesh dimension compute the program together ("divided"): a collective stands between what makes its value
-and what reads it, and has nothing to run beside. On exit, where that saves simulated time, rows are cut into pieces:
+*Contract.* On entry the ranks of a mesh dimension compute the program together ("divided"): a collective stands between
+the maker of its value and its readers, and has nothing to run beside. On exit, where that saves simulated time, rows
+are cut into pieces:
 
     mm -> all_reduce                 mm 0, start 0, mm 1, start 1, …, wait 0, wait 1, …      (also reduce_scatter)
     all_gather -> mm, mm             start 0, start 1, …, wait 0, mm 0, mm 0, wait 1, mm 1, mm 1, …
 
-What the pieces give is put together for whoever reads it; products over the rows (gradients of weights) are added up, piece by piece. Each rank
-sends the same bytes as before, in more messages, and nothing is rounded but the order of sums over rows.
+The pieces' results are put together for other readers; products over the rows (gradients of weights) are added up,
+piece by piece. Each rank sends the same bytes as before, in more messages, and nothing is rounded otherwise but sums
+over rows, whose order changes.
 
-Whether it pays, and in how many pieces, follows from the costs of the operators' and transfers' pieces on the simulator's two streams. Of
-collectives whose surroundings are alike (those of equal layers) one is decided. (Wang et al. 2023, "Overlap Communication with Dependent
-Computation via Decomposition in Large Deep Learning Models"; PyTorch's async tensor parallelism does it with kernels that pull from peers.)
+Whether it pays, and in how many pieces, follows from the costs of the operators' and transfers' pieces on the
+simulator's two streams. Collectives whose surroundings are alike (those of equal layers) are decided once. (Wang et al.
+2023, "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning Models"; PyTorch's
+async tensor parallelism does it with kernels that pull from peers.)
 """
 
 from __future__ import annotations
@@ -41,18 +45,18 @@ aten = torch.ops.aten
 
 _COPIES = {aten.clone.default, aten._to_copy.default, torch.ops.prims.convert_element_type.default}
 PIECES = (2, 4, 8)
-"""How many pieces are tried."""
+"""The numbers of pieces that are tried."""
 MIN_GAIN = 0.02
-"""Of the time that a collective and its products take, what has to be saved: costs are estimates."""
+"""The share of a collective's and its products' time that has to be saved: costs are estimates."""
 
 
 @dataclass(frozen=True)
 class InterleaveOptions:
-    """`dim` is the mesh dimension; `pieces` how many there are of each collective beside products (None: as many as pay, if any)."""
+    """Options of `interleave`."""
 
-    dim: str = TENSOR_DIM
-    pieces: int | None = None
-    costs: Costs = field(default_factory=lambda: Costs(CPU))
+    dim: str = TENSOR_DIM  # the mesh dimension
+    pieces: int | None = None  # the pieces of each collective beside products, None: as many as pay, if any
+    costs: Costs = field(default_factory=lambda: Costs(CPU))  # the costs of operators and transfers
 
 
 @graph_pass(
@@ -110,31 +114,30 @@ def _left(start: fx.Node, asked: int | None) -> Remark:
 # -- what can run in pieces -------------------------------------------------------------------------------------------------
 @dataclass
 class _Region:
-    """A collective with the products beside it: `before` is what leads to the start from the products that make its value, `behind` what leads
-    from the wait to the products that read it, each in order, `axis` what they are cut along."""
+    """A collective with the products beside it."""
 
-    axis: Axis
-    start: fx.Node
-    wait: fx.Node
-    before: list[fx.Node]
-    behind: list[fx.Node]
+    axis: Axis  # the axis that they are cut along
+    start: fx.Node  # the node that starts the collective
+    wait: fx.Node  # the node that waits for it
+    before: list[fx.Node]  # from the products that make its value to the start, in order
+    behind: list[fx.Node]  # from the wait to the products that read its value, in order
 
     @property
     def nodes(self) -> list[fx.Node]:
         return [*self.before, self.start, self.wait, *self.behind]
 
     def read(self) -> list[fx.Node]:
-        """What others read, and so has to be put together."""
+        """Return the values that others read, whose pieces have to be put together."""
         own = set(self.nodes)
         return [n for n in self.nodes if n is not self.start and any(u not in own for u in n.users)]
 
     @property
     def ends(self) -> fx.Node:
-        """Where the wait's pieces are to be: the first product that reads them, or the wait."""
+        """The node before which the wait's pieces are put: the first product that reads them, or the wait."""
         return next((n for n in self.behind if n.target in PRODUCTS), self.wait)
 
     def beside(self) -> list[fx.Node]:
-        """What runs between start and wait anyway."""
+        """Return the operators that run between start and wait anyway."""
         own, found, node = set(self.nodes), [], self.start.next
         while node is not self.ends:
             found += [node] if node not in own and computes(node) else []
@@ -142,12 +145,12 @@ class _Region:
         return found
 
     def kind(self) -> object:
-        """Equal for regions that take equal times."""
+        """Return a key that is equal for regions that take equal times."""
         return self.axis, *(signature(n) for n in (*self.nodes, *self.beside()))
 
 
 def _regions(program: Program, axes: Axes, start: fx.Node) -> Iterator[_Region]:
-    """The regions of a collective, one for each axis that it can be cut along, those of outer dimensions first."""
+    """Yield the regions of a collective, one for each axis that it can be cut along, those of outer dimensions first."""
     wait = collectives.wait_of(start)
     if wait is None or collectives.kind(start) not in ("all_gather", "all_reduce", "reduce_scatter"):
         return
@@ -167,8 +170,10 @@ def _passes_on(node: fx.Node) -> bool:
 
 
 def _makers(axes: Axes, start: fx.Node, axis: Axis) -> list[fx.Node]:
-    """What leads to a start from the products that its value, a sum over ranks, is made of. Empty if there is no product, or
-    if something in front of the start reads one of these values."""
+    """Return the nodes from the products that a start's value, a sum over ranks, is made of, up to the start.
+
+    Empty if there is no product, or if another node before the start reads one of these values.
+    """
     seen: dict[fx.Node, None] = {}
     stack = [start.all_input_nodes[0]]
     while stack:
@@ -180,15 +185,18 @@ def _makers(axes: Axes, start: fx.Node, axis: Axis) -> list[fx.Node]:
             seen[node] = None
             stack += [] if product else node.all_input_nodes
     found: dict[fx.Node, None] = {}
-    for node in sorted(seen):  # (what does not come from a product is sliced as it is)
+    for node in sorted(seen):  # (values that depend on no product are sliced as they are)
         if node.target in PRODUCTS or any(o in found for o in node.all_input_nodes):
             found[node] = None
     return [] if any(u < start and u not in found for n in found for u in n.users) else list(found)
 
 
 def _readers(axes: Axes, wait: fx.Node, axis: Axis) -> list[fx.Node]:
-    """What leads from a wait to the products that read its value and can run where the first of them stands. Empty if there is none, or if
-    something in front of that one reads these values."""
+    """Return the nodes from a wait to the products that read its value and can run at the position of the first of
+    them.
+
+    Empty if there is none, or if another node before that product reads these values.
+    """
     seen: dict[fx.Node, None] = {}
     stack = list(wait.users)
     while stack:
@@ -217,7 +225,7 @@ def _readers(axes: Axes, wait: fx.Node, axis: Axis) -> list[fx.Node]:
 
 
 def _of_inputs(node: fx.Node) -> bool:
-    """Is it an input, or a view of one, and so could be anywhere?"""
+    """Return whether a value is an input, or a view of one, which could be moved anywhere."""
     while is_view(node):
         node = node.all_input_nodes[0]
     return node.op == "placeholder"
@@ -225,8 +233,9 @@ def _of_inputs(node: fx.Node) -> bool:
 
 # -- whether it pays --------------------------------------------------------------------------------------------------------
 class _Clock:
-    """The time of a region, and what its neighbours' transfers make of it, on one stream that computes and one link: from the second transfer
-    in front of it to the end of the second one behind it."""
+    """The time of a region and of the transfers near it, on one compute stream and one link: from the second transfer
+    before it to the end of the second one after it.
+    """
 
     def __init__(self, program: Program, costs: Costs, region: _Region) -> None:
         self.program, self.costs, self.region = program, costs, region
@@ -243,12 +252,12 @@ class _Clock:
                     break
 
     def alone(self) -> tuple[float, float]:
-        """Seconds of the region's transfer, and of its operators."""
+        """Return the seconds of the region's transfer, and of its operators."""
         operators = sum(self._operator(n, None) for n in self.region.nodes if computes(n))
         return self._transfer(self.region.start)[0], operators
 
     def seconds(self, pieces: _Pieces | None = None) -> float:
-        """With the region as it is, or in pieces."""
+        """Return the seconds with the region as it is, or in pieces."""
         without = set() if pieces is None else pieces.own
         origin = {} if pieces is None else pieces.origin
         clock = free = 0.0
@@ -273,14 +282,16 @@ class _Clock:
         return self.costs.transfer([start], ranks), self.costs.work([start])
 
     def _operator(self, node: fx.Node, whole: fx.Node | None) -> float:
-        """Of a piece of an operator that was timed: as much of its time as of what the roofline says."""
+        """Return the seconds of an operator. A piece of a measured one takes the share of its time that the roofline
+        gives.
+        """
         if whole is None or not self.costs.hardware.measured:
             return self.costs.operator(node)
         return self.roof.operator(node) * self.costs.operator(whole) / (self.roof.operator(whole) or 1.0)
 
 
 def _decide(program: Program, axes: Axes, regions: Sequence[_Region], options: InterleaveOptions) -> tuple[int, int]:
-    """Which of the regions of one collective takes least time, and in how many pieces: 1 if that saves too little."""
+    """Return which region of one collective takes least time, and the number of pieces: 1 if they save too little."""
     clocks = [_Clock(program, options.costs, region) for region in regions]
     link, operators = clocks[0].alone()
     if options.pieces is None and min(link, operators) < MIN_GAIN * (link + operators):
@@ -297,13 +308,15 @@ def _decide(program: Program, axes: Axes, regions: Sequence[_Region], options: I
             if seconds < least:
                 best, least = (at, count), seconds
             elif options.pieces is None:
-                break  # (still more of them have still more to put together)
+                break  # (more pieces would cost still more to put together)
     return best
 
 
 # -- pieces -----------------------------------------------------------------------------------------------------------------
 class _Pieces(Slices):
-    """Writes one region in pieces, beside what was there: `keep` removes that, `undo` the pieces. `origin` says what each is a piece of."""
+    """One region in pieces, beside its old nodes: `keep` removes these, `undo` the pieces. `origin` has the old node of
+    each piece.
+    """
 
     def __init__(self, program: Program, axes: Axes, region: _Region, count: int) -> None:
         super().__init__(program, axes, region.axis, count)
@@ -344,7 +357,7 @@ class _Pieces(Slices):
             self.program.graph.erase_node(node)
 
     def _bring_inputs(self) -> None:
-        """Views of inputs that products read stand in front of the first of these."""
+        """Move views of inputs that products read before the first of the pieces."""
         if not self.region.behind:
             return
         first = self.made[0][self.region.wait]

@@ -1,4 +1,4 @@
-"""What an operator's arguments say of sizes, as a rank's part has them."""
+"""Sizes among an operator's arguments, for a rank's part."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zgraph.program.sizes import part_of, static, with_nodes
 
 aten = torch.ops.aten
 
-# Which argument says how large the result is.
+# The argument that is the size of the result.
 SIZES: dict[object, int] = {
     aten.view.default: 1,
     aten._unsafe_view.default: 1,
@@ -34,12 +34,12 @@ SIZES: dict[object, int] = {
     aten.select_backward.default: 1,
 }
 
-# What gives pieces of its operand.
+# Operators that give pieces of their operand.
 _CUTS = {aten.split.Tensor, aten.split_with_sizes.default, aten.slice.Tensor}
 
 
 def localise(node: fx.Node, results: Sequence[Placement], ranks: int) -> None:
-    """Let the sizes among a node's arguments be those of a rank's parts."""
+    """Replace the sizes among a node's arguments by those of a rank's parts."""
     at = SIZES.get(node.target)
     if node.target is collectives.ALL_TO_ALL and not isinstance(results[0], Replicate):
         if isinstance(results[0], Shard) and results[0].dim == 0:

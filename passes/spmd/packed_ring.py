@@ -1,9 +1,11 @@
-"""Attention inside of packed documents over a sequence that ranks have parts of: a ring in which keys come with the documents that they are of.
+"""Attention inside of packed documents over a sequence that ranks have parts of: a ring in which keys travel with the
+numbers of their documents.
 
-As in `zgraph.passes.spmd.ring` keys and values are passed around, and what blocks give is put together by their sums of exponentials; with them
-go the numbers of their documents and, where queries see only what is not behind them, their order. A block of another rank's keys computes only
-what lies in documents of both (`zgraph.program.packed_attention`): most often one that a border between ranks cuts, or nothing. So
-pieces of the sequence lie as they are, and are not folded.
+As in `zgraph.passes.spmd.ring` keys and values are passed around, and blocks' results are combined by their sums of
+exponentials; with them go the numbers of their documents and, where queries see only what is not behind them, their
+order. A block of another rank's keys computes only what lies in documents of both (`zgraph.program.packed_attention`):
+most often one document that a border between ranks cuts, or nothing. So pieces of the sequence keep their order, and
+are not folded.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ _TENSORS = {PACKED: 3, PACKED_BACKWARD: 6}  # the first arguments; then come doc
 
 
 def can_ring_packed(node: fx.Node, axes: Axes, along: Collection[Axis]) -> bool:
-    """Can attention inside of packed documents be computed by a ring, where ranks have parts of sequences along these axes?"""
+    """Return whether a ring can compute attention inside of packed documents, where ranks have parts of sequences along
+    these axes.
+    """
     if node.target not in PACKED_RINGS or node not in axes.rules:
         return False
     count = _TENSORS[node.target]
@@ -41,7 +45,7 @@ def can_ring_packed(node: fx.Node, axes: Axes, along: Collection[Axis]) -> bool:
 
 
 def packed_ring_way(placements: Placements, node: fx.Node, along: Collection[Axis]) -> Way | None:
-    """The way to compute it by a ring; None where it can't be taken apart so."""
+    """Return the way to compute it by a ring; None where a ring can't."""
     if not can_ring_packed(node, placements.axes, along):
         return None
     operands: list[Placement] = []
@@ -63,7 +67,7 @@ def _backward(reshard: Resharder, node: fx.Node, given: list[fx.Node], record: N
 
 
 class _PackedRing(Ring):
-    """Builds what stands for one such operator."""
+    """A builder of the ring for one such operator."""
 
     def forward(self, given: list[fx.Node]) -> tuple[fx.Node, ...]:
         q, k, v, *places = given
@@ -88,14 +92,16 @@ class _PackedRing(Ring):
     def _some(
         self, target: object, given: list[fx.Node], places: list[fx.Node], others: list[fx.Node] | None = None
     ) -> tuple[fx.Node, fx.Node]:
-        """What queries give with some keys and values, in the dtype of sums, and the logarithm of their sums."""
+        """Return the output of queries with some keys and values, in the dtype of sums, and the logarithm of the sums
+        of exponentials.
+        """
         out, lse = self._called(target, given, places, others, 2)
         return self._cast(out, tensor(lse).dtype), lse
 
     def _of_some(
         self, target: object, given: list[fx.Node], places: list[fx.Node], others: list[fx.Node] | None = None
     ) -> list[fx.Node]:
-        """The gradients of queries, keys and values from some of the keys, in the dtype of sums."""
+        """Return the gradients of queries, keys and values from some of the keys, in the dtype of sums."""
         packed = [self.reshard.packed(x, self.record) for x in given]
         return [self._cast(x, tensor(given[5]).dtype) for x in self._called(target, packed, places, others, 3)]
 

@@ -1,15 +1,16 @@
-"""Activations that each of several ranks would keep whole for the backward are kept in parts (partition_activations of DeepSpeed, after
-ZeRO-R: Rajbhandari et al., 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models").
+"""Activations that each of several ranks would save whole for the backward are saved in parts (partition_activations of
+DeepSpeed, after ZeRO-R: Rajbhandari et al., 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter
+Models").
 
-*Contract.* On entry the ranks of a mesh dimension compute the program together, and what crosses from the forward to the backward is decided. On
-exit of each value that crosses, and is the same on all these ranks, a rank keeps an equal part of the elements:
+*Contract.* On entry the ranks of a mesh dimension compute the program together, and the saved values are decided. On
+exit a rank keeps an equal part of the elements of each saved value that is the same on all these ranks:
 
     x  ->  part, behind its last reader in the forward          part  ->  all_gather -> wait -> x, before its first reader in the backward
 
-That a value is the same follows from the graph: inputs are, but for the parts that ranks hold of divided weights and for a rank's
-position; what is computed from such values is; and so is what an all_gather or an all_reduce over these ranks gives. All else has its own
-part on each rank already, and stays as it is. A gather starts when its link has to, if no reader is to wait for it, with two of the largest
-values in flight at most.
+Which values are the same follows from the graph: inputs are, but for the parts that ranks hold of divided weights and
+for a rank's position; so are values that are computed from these alone, and the results of an all_gather or an
+all_reduce over these ranks. All others differ between ranks already, and stay as they are. A gather starts just early
+enough that no reader waits for it, with at most the bytes of two of the largest values in flight.
 """
 
 from __future__ import annotations
@@ -37,15 +38,15 @@ aten = torch.ops.aten
 _CAST = torch.ops.prims.convert_element_type.default
 
 SMALL = 0.01
-"""Of all bytes that are the same on all ranks, those of the smallest values that are left as they are: many gathers for little memory."""
+"""The share of the bytes that all ranks save alike, in the smallest values, that stays whole: many gathers for little memory."""
 
 
 @dataclass(frozen=True)
 class PartitionOptions:
-    """`dim` is the mesh dimension whose ranks share values. `costs` say how long operators and gathers take."""
+    """Options of `partition_activations`."""
 
-    dim: str = TENSOR_DIM
-    costs: Costs = field(default_factory=lambda: Costs(CPU))
+    dim: str = TENSOR_DIM  # the mesh dimension whose ranks share values
+    costs: Costs = field(default_factory=lambda: Costs(CPU))  # say how long operators and gathers take
 
 
 @graph_pass(
@@ -78,7 +79,7 @@ def partition_activations(program: Program, options: PartitionOptions) -> dict[s
 
 
 def same_on_all(program: Program, dim: str) -> set[fx.Node]:
-    """The nodes whose values are the same on all ranks of a mesh dimension."""
+    """Return the nodes whose values are the same on all ranks of a mesh dimension."""
     found: set[fx.Node] = set()
     ports = dict(zip(program.placeholders(), program.inputs, strict=True))
     for node in program.graph.nodes:
@@ -94,7 +95,7 @@ def same_on_all(program: Program, dim: str) -> set[fx.Node]:
 
 
 def _is_own(program: Program, port: Port, dim: str) -> bool:
-    """Does each rank have a value of its own at this input?"""
+    """Return whether each rank has a value of its own at this input."""
     if port.role is InputRole.RANK_INDEX:
         return port.name == dim
     division = program.params[port.name].division if port.name in program.params else None
@@ -102,7 +103,7 @@ def _is_own(program: Program, port: Port, dim: str) -> bool:
 
 
 def _worthwhile(found: list[Crossing]) -> list[Crossing]:
-    """All but the smallest, in the order in which they are."""
+    """Return all but the smallest of these values, in their order."""
     room = SMALL * sum(most_bytes(c.root) for c in found)
     small: set[Crossing] = set()
     for crossing in sorted(found, key=lambda c: most_bytes(c.root)):
@@ -143,24 +144,28 @@ def _partition(program: Program, crossing: Crossing, position: fx.Node, options:
 def _cut(
     program: Program, root: fx.Node, order: list[int], position: fx.Node, record: NodeInfo, ranks: int
 ) -> Iterator[fx.Node]:
-    """What makes this rank's part of the elements, in the order in which they lie in memory; the last of these nodes is the part."""
+    """Yield the nodes that make this rank's part of the elements, in their order in memory; the last of these nodes is
+    the part.
+    """
     elements = part_of(tensor(root).numel(), ranks)
     rows = root
     if order != sorted(order):
         yield (rows := program.call(aten.permute.default, (root, order), record, name=f"rows_{root.name}"))
-    if tensor(rows).dim() != 1:  # (torch would cut the first dimension, whether or not it can be)
+    if (
+        tensor(rows).dim() != 1
+    ):  # (torch's view as [ranks, …] would split the first dimension, whether or not ranks divide it)
         yield (
             rows := program.call(aten.view.default, (rows, [tensor(root).numel()]), record, name=f"flat_{root.name}")
         )
     yield (parts := program.call(aten.view.default, (rows, [ranks, elements]), record, name=f"parts_{root.name}"))
     yield (mine := program.call(aten.index.Tensor, (parts, [position]), record, name=f"mine_{root.name}"))
     yield (part := program.call(aten.view.default, (mine, [elements]), record, name=f"part_{root.name}"))
-    if tensor(root).dtype is torch.bool:  # (Inductor would make each an int64 for a collective)
+    if tensor(root).dtype is torch.bool:  # (Inductor would send each as an int64)
         yield program.call(_CAST, (part, torch.uint8), record, name=f"bytes_{root.name}")
 
 
 def _behind_last_reader(program: Program, root: fx.Node, cut: list[fx.Node]) -> None:
-    """Put what makes a part behind all that the forward reads the whole for: it is free from there on."""
+    """Move the nodes that make a part after the forward's last reader of the whole, which is free from there on."""
     readers = [root, *(n for alias in aliases_of(root) for n in alias.users if n not in cut)]
     at = max(program.behind(n) for n in readers if n.op != "output" and info(n).phase is Phase.FORWARD)
     for node in cut:

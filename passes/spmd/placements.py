@@ -20,17 +20,17 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Shard:
-    """Each rank has an equal piece of a dimension, along one of its axes (which others of the value's dimensions may have as well)."""
+    """Each rank has an equal piece of a dimension, along one of its axes."""
 
-    axis: Axis
-    dim: int
+    axis: Axis  # the axis that is divided (other dimensions of the value may have it as well)
+    dim: int  # the dimension
 
 
 @dataclass(frozen=True)
 class Partial:
-    """Each rank's values are a term of the whole's sum, or of its maximum."""
+    """Each rank's value is a term of the whole value's sum, or of its maximum."""
 
-    reduce_op: str
+    reduce_op: str  # what combines the ranks' values: "sum" or "max"
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ REPLICATE = Replicate()
 
 
 class Placements:
-    """Each value's placement over the ranks of the mesh dimension `dim`, its axes, and what it was when it was captured.
+    """Each value's placement over the ranks of the mesh dimension `dim`, its axes, and its captured fake value.
 
-    Of a `folded` axis rank r of n has the r-th and the r-th last of 2n pieces: of rows that see what is before them, each rank's
-    then see as much as another's.
+    Of a `folded` axis rank r of n has the r-th and the r-th last of 2n pieces: under a causal mask each rank's rows
+    then see as many rows as another's.
     """
 
     def __init__(self, program: Program, dim: str, axes: Axes, folded: frozenset[Axis] = frozenset()) -> None:
@@ -57,32 +57,34 @@ class Placements:
         self.arguments = {n: (n.args, n.kwargs) for n in program.graph.nodes}
 
     def of(self, node: fx.Node) -> Placement:
-        """The placement of a node's only result, or of its first."""
+        """Return the placement of a node's only result, or of its first."""
         return self.of_results[node][0]
 
     def note(self, node: fx.Node) -> None:
-        """A new node that belongs to the captured graph."""
+        """Add a new node that belongs to the captured graph."""
         self.axes.add(node)
         self.captured[node] = value(node)
         self.arguments[node] = node.args, node.kwargs
 
     def stands_for(self, made: fx.Node, node: fx.Node, results: list[Placement]) -> None:
-        """A new node has the value of another, in these placements."""
+        """Note that a new node has the value of another, in these placements."""
         self.of_results[made] = results
         self.axes.alias(made, node)
         self.captured[made] = self.captured[node]
 
     def divides(self, axis: Axis) -> bool:
-        """Can the ranks have equal pieces of an axis?"""
+        """Return whether the ranks can have equal pieces of an axis."""
         return self.axes.size(axis) > 0 and self.axes.size(axis) % self.ranks == 0
 
     def size(self, node: fx.Node) -> int:
-        """The elements of the whole value."""
+        """Return the number of elements of the whole value."""
         return typical(self.captured[node].numel())
 
     def source(self, node: fx.Node) -> fx.Node | None:
-        """What a view that shows all of another value, and more than once perhaps, is a view of; and what a copy of one that shows it more
-        than once is a copy of."""
+        """Return the base of a view that shows all of it, perhaps more than once, or None.
+
+        The same for a copy of a value that shows its origin more than once.
+        """
         copied = node.target is aten.clone.default
         if not (is_view(node) or copied) or len(operands_of(node)) != 1 or node not in self.axes.rules:
             return None
@@ -92,12 +94,12 @@ class Placements:
         return source if self.size(source) <= self.size(node) else None
 
     def origin(self, node: fx.Node) -> fx.Node:
-        """The value that is sent where a view is needed in another placement."""
+        """Return the value that is sent where a view is needed in another placement."""
         while (source := self.source(node)) is not None and type(self.of(source)) is type(self.of(node)):
             node = source
         return node
 
 
 def bytes_of(t: Any) -> float:
-    """Bytes of a tensor, at the typical sizes of its program."""
+    """Return the bytes of a tensor, at the typical sizes of its program."""
     return float(typical(t.numel()) * t.element_size())

@@ -27,7 +27,9 @@ CONVERT = torch.ops.prims.convert_element_type.default
 
 
 class Resharder:
-    """Inserts, at the graph's insertion point, what makes a value from that in another placement; counts the collectives and their bytes."""
+    """A builder that inserts conversions between placements at the graph's insertion point, and counts the collectives
+    and their bytes.
+    """
 
     def __init__(self, placements: Placements) -> None:
         self.placements = placements
@@ -38,7 +40,7 @@ class Resharder:
         self._both: fx.Node | None = None
 
     def reshard(self, node: fx.Node, target: Placement, record: NodeInfo) -> fx.Node:
-        """The value of a node in another placement than its own."""
+        """Build the value of a node in another placement than its own."""
         state, shape = self.placements.of(node), self.axes.shape(node)
         if isinstance(state, Partial):
             if isinstance(target, Shard):
@@ -59,7 +61,7 @@ class Resharder:
     def _start(self, target: object, args: tuple[object, ...], record: NodeInfo, name: str) -> fx.Node:
         dim = self.dim
         dtype = tensor(args[0]).dtype  # type: ignore[arg-type]
-        if dtype is torch.bool:  # (Inductor would send integers of eight bytes, and not wait for them)
+        if dtype is torch.bool:  # (Inductor would send them as int64, and not wait for them)
             args = (self.call(CONVERT, (args[0], torch.uint8), record, f"{name}_as_bytes"), *args[1:])
         there = record.replace(role=Role.EXCHANGE, mesh_dim=dim, stream=f"comm:{dim}")
         start = self.call(target, (*args, dim), there, name)
@@ -87,14 +89,14 @@ class Resharder:
         return self.call(aten.permute.default, (node, order), record, "moved")
 
     def _where(self, shape: Shape, part: Shard) -> tuple[int, int, int]:
-        """The dimension of a part, and the sizes of the axes outside and inside of its own."""
+        """Return the dimension of a part, and the sizes of the axes outside and inside of its own."""
         dim = shape[part.dim]
         at = dim.index(part.axis)
         outer, inner = (math.prod(self.axes.size(a) for a in some) for some in (dim[:at], dim[at + 1 :]))
         return part.dim, outer, inner
 
     def _opened(self, node: fx.Node, shape: Shape, part: Shard, pieces: int, record: NodeInfo) -> tuple[fx.Node, int]:
-        """A view in which the pieces of a part's axis have a dimension of their own, in front of what is in each; and which."""
+        """Return a view in which the pieces of a part's axis have a dimension of their own, and that dimension."""
         d, outer, inner = self._where(shape, part)
         sizes = list(tensor(node).shape)
         each = stand_in(sizes[d]) // (outer * inner * pieces) * inner
@@ -105,7 +107,7 @@ class Resharder:
         return stood_for(number, self.program.fake_mode)
 
     def _by_rank(self, node: fx.Node, shape: Shape, part: Shard, record: NodeInfo) -> tuple[fx.Node, int]:
-        """Likewise, with one dimension for the ranks, in front of what each has."""
+        """Return a view with a dimension for the ranks, before each rank's piece, and that dimension."""
         if part.axis not in self.folded:
             return self._opened(node, shape, part, self.ranks, record)
         opened, at = self._opened(node, shape, part, 2 * self.ranks, record)
@@ -120,7 +122,7 @@ class Resharder:
         return self.viewed(folded, [*sizes[: at + 1], 2 * sizes[at + 2], *sizes[at + 3 :]], record), at
 
     def _in_order(self, node: fx.Node, at: int, record: NodeInfo) -> fx.Node:
-        """Of a folded axis: what ranks have, by rank in a dimension and the next, as it stands in the whole."""
+        """Put the ranks' halves of a folded axis, by rank in dimension `at`, into the order of the whole."""
         sizes = list(tensor(node).shape)
         half = part_of(sizes[at + 1], 2)
         opened = self.viewed(node, [*sizes[: at + 1], 2, half, *sizes[at + 2 :]], record)
@@ -134,22 +136,22 @@ class Resharder:
         return self.viewed(self.picked(opened, at, record), self._local(node, part), record)
 
     def picked(self, opened: fx.Node, dim: int, record: NodeInfo) -> fx.Node:
-        """This rank's of the parts that stand along a dimension: one, or the two of a folded axis."""
+        """Return this rank's pieces along a dimension: one, or the two of a folded axis."""
         place = self.place() if static(tensor(opened).shape[dim]) == self.ranks else self._places()
         return self.call(aten.index.Tensor, (opened, [*([None] * dim), place]), record, "mine")
 
     def _local(self, whole: fx.Node, part: Shard) -> list[int]:
-        """The shape of a whole value's part."""
+        """Return the shape of a rank's part of a whole value."""
         return [part_of(s, self.ranks) if i == part.dim else s for i, s in enumerate(tensor(whole).shape)]
 
     def place(self) -> fx.Node:
-        """This rank's position, as a tensor of one element."""
+        """Return this rank's position, as a tensor of one element."""
         if self._index is None:
             self._index = self.program.position(self.dim, "divide")
         return self._index
 
     def _places(self) -> fx.Node:
-        """This rank's two positions in a folded axis."""
+        """Return this rank's two positions in a folded axis."""
         if self._both is None:
             place = self.place()
             record = info(place)
@@ -169,7 +171,7 @@ class Resharder:
         return self.joined(node, d, outer, record, part.axis in self.folded)
 
     def joined(self, node: fx.Node, d: int, outer: int, record: NodeInfo, folded: bool = False) -> fx.Node:
-        """The ranks' parts behind one another in dimension d, in each of the `outer` blocks that it has."""
+        """Gather the ranks' parts one after another in dimension d, in each of the `outer` blocks that it has."""
         local = list(tensor(node).shape)
         source, at = node, 0
         if outer > 1 or d or folded:
@@ -195,11 +197,11 @@ class Resharder:
         return self.viewed(mine, local, record)
 
     def _all_to_all(self, node: fx.Node, shape: Shape, one: Shard, other: Shard, record: NodeInfo) -> fx.Node:
-        """Parts of one kind become those of another."""
+        """Convert a shard along one axis to a shard along another."""
         d, outer, inner = self._where(shape, one)
         sizes = list(tensor(node).shape)
         e = other.dim
-        if d == e:  # (of one dimension: made whole, then cut)
+        if d == e:  # (both in one dimension: gathered, then cut)
             whole = self._all_gather(node, shape, one, record)
             self.placements.stands_for(whole, node, [REPLICATE])
             return self.slice(whole, shape, other, record)

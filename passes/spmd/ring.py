@@ -1,11 +1,13 @@
-"""Attention over a sequence that ranks have parts of, by passing keys and values around (Ring Attention, Liu et al. 2023).
+"""Attention over a sequence that ranks have parts of, by passing keys and values around (Ring Attention, Liu et al.
+2023).
 
-Each rank computes its queries with the keys and values that it has, then with those of the rank before it, and so on; what blocks
-give is put together by their sums of exponentials. No rank ever has all keys and values, and heads need not be divided. Where
-queries see only what is before them, a rank has a piece from the front and one from the back of the sequence (a folded axis, see
-`Placements`): then of each other rank's keys exactly half are to be looked at, as two blocks of the same size on every rank, and which two
-they are is all that differs between ranks (the balance of Striped Attention, Brandon et al. 2023, and of zigzag rings).
-In the backward, gradients of keys and values travel along with them, and are at home after a whole turn.
+Each rank computes its queries with its own keys and values, then with those of the rank before it, and so on; the
+blocks' results are combined by their sums of exponentials. No rank ever has all keys and values, and heads need not be
+divided. Where queries see only what is before them, a rank has a piece from the front and one from the back of the
+sequence (a folded axis, see `Placements`): then exactly half of each other rank's keys are needed, as two blocks of the
+same size on every rank, and only which two blocks differs between ranks (the balance of Striped Attention, Brandon et
+al. 2023, and of zigzag rings). In the backward, gradients of keys and values travel along with them, and are back on
+their own rank after a full round.
 """
 
 from __future__ import annotations
@@ -41,14 +43,16 @@ ROWS = 2  # the dimension of queries, keys and values, [batch, heads, rows, widt
 
 
 def is_causal(node: fx.Node) -> bool:
-    """Do queries of an attention operator see only what is before them?"""
+    """Return whether queries of an attention operator see only what is before them."""
     names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
     return bool(argument(node, names.index("is_causal"), False))
 
 
 def can_ring(node: fx.Node, axes: Axes, along: Collection[Axis], folded: Collection[Axis]) -> bool:
-    """Can an attention operator be computed by a ring, where ranks have parts of sequences along these axes? (One with a mask can't, nor one
-    whose queries see what is before them, of an axis that is not folded.)"""
+    """Return whether a ring can compute an attention operator, where ranks have parts of sequences along these axes.
+
+    It can't if there is a mask, nor if the queries see only what is before them along an axis that is not folded.
+    """
     if node.target not in RINGS or node.kwargs.get("attn_mask") is not None or node not in axes.rules:
         return False  # (one with dropout has no rule)
     first = 0 if node.target in _FORWARD else 1
@@ -60,7 +64,7 @@ def can_ring(node: fx.Node, axes: Axes, along: Collection[Axis], folded: Collect
 
 
 def ring_way(placements: Placements, node: fx.Node, along: Collection[Axis]) -> Way | None:
-    """The way to compute an attention operator by a ring; None where it can't be taken apart so."""
+    """Return the way to compute an attention operator by a ring; None where a ring can't."""
     if not can_ring(node, placements.axes, along, placements.folded):
         return None
     operands: list[Placement] = []
@@ -84,7 +88,7 @@ def _backward(reshard: Resharder, node: fx.Node, given: list[fx.Node], record: N
 
 
 class Ring:
-    """Builds what stands for one attention operator."""
+    """A builder of the ring for one attention operator."""
 
     def __init__(self, reshard: Resharder, node: fx.Node, record: NodeInfo) -> None:
         self.reshard, self.node, self.record = reshard, node, record
@@ -121,8 +125,10 @@ class Ring:
         return self._cast(out, like), lse
 
     def _block(self, q: fx.Node, k: fx.Node, v: fx.Node, causal: bool) -> tuple[fx.Node, fx.Node]:
-        """What some queries give with some keys and values: (out [batch, heads, rows, width] in the dtype of sums, the logarithm of the sum of
-        exponentials [batch, heads, rows])."""
+        """Return the output of some queries with some keys and values, and the logarithm of the sum of exponentials.
+
+        The output is [batch, heads, rows, width] in the dtype of sums, the logarithm [batch, heads, rows].
+        """
         args, kwargs = self.reshard.placements.arguments[self.node]
         made = self._call(
             self.node.target, (q, k, v, args[3] if len(args) > 3 else 0.0, causal), self.node.name, **kwargs
@@ -131,7 +137,7 @@ class Ring:
         return self._cast(out, tensor(lse).dtype), lse
 
     def _merged(self, one: tuple[fx.Node, fx.Node], other: tuple[fx.Node, fx.Node]) -> tuple[fx.Node, fx.Node]:
-        """What the same queries give with the keys of both."""
+        """Return the output, and its logarithm, of the same queries with the keys of both."""
         top = self._call(aten.maximum.default, (one[1], other[1]), "top")
         shares = [
             self._call(aten.exp.default, (self._call(aten.sub.Tensor, (mine, top), "below"),), "share")
@@ -169,7 +175,7 @@ class Ring:
             for i, (total, one, other) in enumerate(zip((dq, *dkv), added, more, strict=True)):
                 nothing = self._number(0.0, other)
                 first, second = (self._either(earlier, *x) for x in ((other, nothing), (nothing, other)))
-                at_keys = i > 0  # (the block beside is of the last queries, and the first keys)
+                at_keys = i > 0  # (the other block has the last queries and the first keys)
                 both = [self._sum(first, one), second] if at_keys else [first, self._sum(second, one)]
                 sums.append(self._sum(total, self._joined_halves(both)))
             dq, *dkv = sums
@@ -178,7 +184,9 @@ class Ring:
         return tuple(self._cast(x, like.dtype) for x, like in zip((dq, *dkv), likes, strict=True))
 
     def _gradients(self, given: list[fx.Node], rest: list[fx.Node], causal: bool) -> list[fx.Node]:
-        """Those of queries, keys and values from one block, in the dtype of sums; what queries gave is what they gave with all keys."""
+        """Return the gradients of queries, keys and values from one block, in the dtype of sums; `out` and `lse` are
+        those of all keys.
+        """
         args, kwargs = self.reshard.placements.arguments[self.node]
         names = [a.name for a in self.node.target._schema.arguments]  # type: ignore[union-attr]
         packed = [self.reshard.packed(x, self.record) for x in given]
@@ -194,7 +202,7 @@ class Ring:
 
     # -- what both are made of ----------------------------------------------------------------------------------------
     def _passed_on(self, values: Sequence[fx.Node]) -> list[fx.Node]:
-        """What the rank before this one has. All transfers start before the first is waited for."""
+        """Return the values of the rank before this one. All transfers start before the first is waited for."""
         dim, counts = self.reshard.dim, self.reshard.counts
         there = self.record.replace(role=Role.EXCHANGE, mesh_dim=dim, stream=f"comm:{dim}")
         starts = []
@@ -209,7 +217,7 @@ class Ring:
         ]
 
     def _is_earlier(self, turn: int) -> fx.Node:
-        """Are the keys that came in this turn from a rank whose first piece is before this one's? One element."""
+        """Return, as one element, whether this turn's keys are from a rank whose first piece is before this one's."""
         return self._call(aten.ge.Scalar, (self.reshard.place(), turn), "is_earlier")
 
     def _either(self, which: fx.Node, one: fx.Node, other: fx.Node) -> fx.Node:
@@ -220,7 +228,7 @@ class Ring:
         return self._call(aten.full.default, ([], number), "nothing", dtype=kind.dtype, device=kind.device)
 
     def _halves(self, x: fx.Node) -> list[fx.Node]:
-        """The two pieces of a folded axis, whose dimension is `ROWS`."""
+        """Return the two pieces of a folded axis, whose dimension is `ROWS`."""
         rows = tensor(x).shape[ROWS]
         cuts = ((0, rows // 2), (rows // 2, rows))
         return [self._call(aten.slice.Tensor, (x, ROWS, *cut), "half") for cut in cuts]

@@ -1,10 +1,12 @@
-"""What operators do along each dimension of their tensors: the rules by which a tensor may lie in parts on several ranks.
+"""What operators do along each dimension of their tensors: the rules by which a tensor may be divided over several
+ranks.
 
-A rule gives every dimension of every operand and result a tuple of *labels*, outermost first. A label is an index that the operator
-runs over, as in an Einstein sum: dimensions with the same label are walked together, a dimension with two labels is the product of
-both, and one without any is walked as a whole. An operator may be computed in parts along a label that is not `whole`: each rank then
-gives its part of the results that have the label, and a share of the sum (or maximum) of those that lack it.
-(After the named dimensions of GSPMD, Xu et al. 2021, and the factors of Alpa, Zheng et al. 2022.)
+A rule gives every dimension of every operand and result a tuple of *labels*, outermost first. A label is an index that
+the operator runs over, as in an Einstein sum: dimensions with the same label share that index, a dimension with two
+labels is the product of both, and one without any can't be divided. An operator may be computed in parts along a label
+that is not `whole`: each rank then gives its part of the results that have the label, and a term of the sum (or
+maximum) of those that lack it. (After the named dimensions of GSPMD, Xu et al. 2021, and the factors of Alpa, Zheng et
+al. 2022.)
 
 Operators without a rule are computed on whole tensors: a rule only ever allows more.
 """
@@ -35,31 +37,26 @@ Dims = tuple[tuple[Label, ...], ...]
 
 @dataclass(frozen=True)
 class Rule:
-    """The labels of one operator: of its tensor operands in the order of `operands_of`, and of its results.
+    """The labels of one operator's tensors."""
 
-    `sizes` has every label's, as numbers that stand for them (`zgraph.program.sizes.stand_in`). `whole` are labels that can't be split,
-    `reduction` what parts of a result without the label are combined by; results that are `alike` are of parts what they are of the whole. What
-    is `unread` (operands whose values don't matter) may lie in any way. Sums pass through the operands in `linear`: with all of these summed over
-    ranks, and no other operand, the results are the sums as well.
-    """
-
-    operands: tuple[Dims, ...]
-    results: tuple[Dims, ...]
-    sizes: dict[Label, int]
-    whole: frozenset[Label] = frozenset()
-    reduction: str = "sum"
-    unread: frozenset[int] = frozenset()
+    operands: tuple[Dims, ...]  # of its tensor operands, in the order of `operands_of`
+    results: tuple[Dims, ...]  # of its results
+    sizes: dict[Label, int]  # of each label, as numbers that stand for them (`zgraph.program.sizes.stand_in`)
+    whole: frozenset[Label] = frozenset()  # labels along which the operator can't be divided
+    reduction: str = "sum"  # combines the ranks' parts of a result without the label: "sum" or "max"
+    unread: frozenset[int] = frozenset()  # operands whose values don't matter: these may have any placement
+    # operands of which the results are linear: if just these are sums over ranks, so are the results
     linear: frozenset[int] = frozenset()
-    alike: frozenset[int] = frozenset()
+    alike: frozenset[int] = frozenset()  # results that are the same for parts of the operands as for the whole
 
 
 @dataclass
 class _Builder:
-    """Collects the labels of one node."""
+    """A builder of the rule of one node, which collects its labels."""
 
-    node: fx.Node
-    sizes: dict[Label, int] = field(default_factory=dict)
-    operands: list[fx.Node] = field(default_factory=list)
+    node: fx.Node  # the operator
+    sizes: dict[Label, int] = field(default_factory=dict)  # of the labels so far
+    operands: list[fx.Node] = field(default_factory=list)  # the operator's tensor operands
 
     def __post_init__(self) -> None:
         self.operands = operands_of(self.node)
@@ -71,7 +68,7 @@ class _Builder:
         return [tuple(map(stand_in, t.shape)) for t in tensors(self.node)]
 
     def dims(self, shape: Sequence[int], labels: Sequence[Label | None]) -> Dims:
-        """One label a dimension; None, and any label of a dimension of size 1, is no label."""
+        """Return one label for each dimension; None, and any label of a dimension of size 1, is no label."""
         made: list[tuple[Label, ...]] = []
         for size, label in zip(shape, labels, strict=True):
             if label is None or size == 1:
@@ -104,14 +101,16 @@ class _Builder:
 
 
 def operands_of(node: fx.Node) -> list[fx.Node]:
-    """The tensors that an operator reads, in the order of its arguments; one that it reads twice is there twice. (Sizes are none.)"""
+    """Return the tensors that an operator reads, in the order of its arguments; one that it reads twice is listed
+    twice. (Sizes are left out.)
+    """
     found: list[fx.Node] = []
     fx.node.map_arg((node.args, node.kwargs), found.append)
     return [n for n in found if not is_symbolic(value(n))]
 
 
 def rule_of(node: fx.Node) -> Rule | None:
-    """The rule of an operator's node; None for one that takes whole tensors (which is always right)."""
+    """Return the rule of an operator's node; None for one that takes whole tensors (which is always right)."""
     if not isinstance(node.target, torch._ops.OpOverload) or (
         is_random(node) and node.target is not aten.native_dropout.default
     ):
@@ -120,7 +119,7 @@ def rule_of(node: fx.Node) -> Rule | None:
     fakes = [value(n) for n in builder.operands]
     given = value(node)
     made = given if isinstance(given, (tuple, list)) else (given,)
-    if node.target in ATTENTION:  # (it also gives lengths, and None for what was not asked for)
+    if node.target in ATTENTION:  # (its results include lengths, and None for results that are not computed)
         made = tuple(v for v in made if isinstance(v, torch.Tensor))
     if not all(isinstance(v, torch.Tensor) for v in (*fakes, *made)):
         return None
@@ -175,7 +174,7 @@ _UNREAD = {
     aten.ones_like.default,
     aten.empty_like.default,
 }
-# Linear in all of their operands together, or in the only one.
+# Linear in all of their operands together, or in their only one.
 _LINEAR = {
     aten.add.Tensor,
     aten.sub.Tensor,
@@ -198,13 +197,13 @@ def _pointwise(b: _Builder) -> Rule | None:
 
 
 def _all_operands(node: fx.Node) -> bool:
-    """Is none of a sum's terms a number (which every rank would add)?"""
+    """Return whether no term of a sum is a number (which every rank would add)."""
     return node.target not in (aten.add.Tensor, aten.sub.Tensor) or len(operands_of(node)) == 2
 
 
 @_for(aten.native_dropout.default)
 def _dropout(b: _Builder) -> Rule:
-    """Draws for all elements at once."""
+    """Return the rule of dropout, which can't be divided: it draws for all elements at once."""
     labels = _named("d", len(b.shape(0)))
     dims = b.dims(b.shape(0), labels)
     return b.rule([dims], [dims, dims], whole=[x for x in labels if x in b.sizes])
@@ -247,7 +246,9 @@ def _convolution(b: _Builder) -> Rule | None:
 
 @_for(aten._grouped_mm.default)
 def _grouped(b: _Builder) -> Rule | None:
-    """Rows of tokens, sorted by expert, times each expert's own matrix; where each ends is not known before it runs."""
+    """Return the rule of rows of tokens, sorted by expert, times each expert's own matrix; where each expert's rows end
+    is only known when it runs.
+    """
     if [len(b.shape(i)) for i in range(len(b.operands))] != [2, 3, 1]:
         return None
     operands = [b.dims(b.shape(0), ["t", "k"]), b.dims(b.shape(1), ["e", "k", "n"]), b.dims(b.shape(2), ["e"])]
@@ -286,7 +287,7 @@ def _view(b: _Builder) -> Rule | None:
             break
         size = min(left, right)
         if left % size or right % size:
-            # The two cut the same elements at other places: the dimensions up to the next common boundary have no labels.
+            # The two shapes cut the elements at different places: dimensions up to the next common boundary have no labels.
             first, second = i - 1, j - 1
             low, high = left, right
             while low != high:
@@ -318,7 +319,7 @@ def _view(b: _Builder) -> Rule | None:
 
 
 def _unmatched(one: list[list[Label]], other: list[list[Label]], whole: list[Label]) -> list[Label]:
-    """Labels that only one of the two sides has: nothing can be split along them."""
+    """Return the labels that only one of the two sides has: nothing can be divided along them."""
     left, right = {x for dim in one for x in dim}, {x for dim in other for x in dim}
     return [*whole, *(left ^ right)]
 
@@ -356,13 +357,13 @@ def _squeeze(b: _Builder) -> Rule:
 
 
 def argument(node: fx.Node, at: int, default: Any = None) -> Any:
-    """An argument that stands at a place, if it was given."""
+    """Return the positional argument `at`, or the default if it was not given."""
     return node.args[at] if len(node.args) > at else default
 
 
 @_for(aten.select.int, aten.unbind.int, aten.sort.default, aten.topk.default, aten.cumsum.default)
 def _without_dim(b: _Builder) -> Rule:
-    """All but one dimension are walked together; it is as a whole in what is read, and in the results that have it."""
+    """Return the rule of an operator that works along one dimension: all other dimensions have labels."""
     shape = b.shape(0)
     at = 2 if b.node.target is aten.topk.default else 1
     dim = int(argument(b.node, at, 0 if b.node.target is aten.unbind.int else -1)) % len(shape)
@@ -373,7 +374,9 @@ def _without_dim(b: _Builder) -> Rule:
 
 
 def _pieces(b: _Builder, whole: int, starts: Sequence[int], sizes: Sequence[int]) -> tuple[Label, Label] | None:
-    """A dimension that is cut is made of `chunks` of a `width` that divides all pieces; None if the width would be 1."""
+    """Return the labels of a dimension that is cut: `chunks` of a `width` that divides all pieces; None if the width
+    would be 1.
+    """
     width = math.gcd(whole, *starts, *sizes)
     if width == 1 or width == whole:
         return None
@@ -382,7 +385,7 @@ def _pieces(b: _Builder, whole: int, starts: Sequence[int], sizes: Sequence[int]
 
 
 def _cut(b: _Builder, dim: int, starts: Sequence[int], results: Sequence[tuple[int, ...]]) -> Rule:
-    """The rule of an operator that gives pieces of its operand along a dimension."""
+    """Return the rule of an operator that gives pieces of its operand along a dimension."""
     shape = b.shape(0)
     labels: list[Label | None] = list(_named("d", len(shape)))
     labels[dim] = None
@@ -430,7 +433,7 @@ def _slice(b: _Builder) -> Rule | None:
 
 
 def _without_label(b: _Builder, *dims: int) -> Rule:
-    """Operands and results have the same dimensions, but these are walked as wholes."""
+    """Return the rule of an operator whose operands and results have the same dimensions, with no labels for these."""
     labels: list[Label | None] = list(_named("d", len(b.shape(0))))
     for dim in dims:
         labels[dim % len(labels)] = None
@@ -443,7 +446,7 @@ def _without_label(b: _Builder, *dims: int) -> Rule:
 def _in_place_of(b: _Builder) -> Rule:
     node, count = b.node, len(b.shape(0))
     if node.target is aten.constant_pad_nd.default:
-        pads = list(argument(node, 1))  # (one that is a node is a size)
+        pads = list(argument(node, 1))  # (a pad that is a node is a symbolic size)
         return _without_label(b, *[count - 1 - i // 2 for i, pad in enumerate(pads) if pad])
     if node.target is aten.flip.default:
         return _without_label(b, *node.args[1])  # type: ignore[misc]
@@ -514,7 +517,7 @@ def _reduction(b: _Builder) -> Rule | None:
 
 @_for(aten.mean.dim, aten.mean.default, aten.any.dim, aten.var_mean.correction, aten.argmax.default)
 def _whole_reduction(b: _Builder) -> Rule:
-    """The dimensions that are reduced are walked as wholes."""
+    """Return the rule of a reduction that can't be divided along the reduced dimensions."""
     shape = b.shape(0)
     labels = _named("d", len(shape))
     gone = _reduced(b.node, len(shape)) if b.node.target is not aten.mean.default else list(range(len(shape)))
@@ -578,9 +581,9 @@ ATTENTION = {
 }
 
 
-IN_ROWS = ("documents", "order")  # operands with a number for each row of queries, and keys, [batch, rows]
+IN_ROWS = ("documents", "order")  # operands with a number for each row of queries and keys, [batch, rows]
 
-# What the third dimension of their operands and results runs over: the rows of queries, or those of keys.
+# The label of the third dimension of their operands and results: the rows of queries, or those of keys.
 _ROWS = {
     "query": "q",
     "out": "q",
@@ -595,8 +598,9 @@ _ROWS = {
 
 @_for(*ATTENTION)
 def _attention(b: _Builder) -> Rule | None:
-    """Sequences and heads are independent of each other; where keys have fewer heads than queries, these are not divided. Rows are walked as
-    wholes."""
+    """Return the rule of attention: sequences and heads are independent; heads have no label if keys have fewer than
+    queries. Rows can't be divided.
+    """
     queries = b.shape(0)
     if len(queries) != 4:
         return None
@@ -624,7 +628,7 @@ def _attention(b: _Builder) -> Rule | None:
     results = [dims(r, "k" if backward and i in (1, 2) else "q") for i, r in enumerate(made)]
     if any(not d[0] or (alone and not d[1]) for d in results if len(d) > 2) and 1 not in queries[:2]:
         return None
-    # What is no array of heads is a length, a random state that is not drawn from, or empty.
+    # Results without a dimension of heads are lengths, a random state that is not drawn from, or empty.
     alike = [i for i, d in enumerate(results) if len(d) < 3]
     return b.rule(operands, results, whole=[x for x in ("q", "k") if x in b.sizes], alike=alike)
 
@@ -646,7 +650,9 @@ def _embedding_backward(b: _Builder) -> Rule:
 
 @_for(aten.gather.default, aten.scatter.src, aten.scatter.value)
 def _gather(b: _Builder) -> Rule | None:
-    """gather(x, dim, index), scatter(x, dim, index, source): the other dimensions are walked together where all have the same size."""
+    """Return the rule of gather(x, dim, index) or scatter(x, dim, index, source): other dimensions have labels where
+    all have the same size.
+    """
     shapes = [b.shape(i) for i in range(len(b.operands))]
     dim = int(argument(b.node, 1)) % max(1, len(shapes[0]))
     if any(len(s) != len(shapes[0]) for s in shapes):
@@ -663,7 +669,7 @@ def _gather(b: _Builder) -> Rule | None:
 
 @_for(aten.index.Tensor)
 def _index(b: _Builder) -> Rule | None:
-    """One index tensor in place of one dimension; the others are walked as they are."""
+    """Return the rule of indexing one dimension by one tensor; the other dimensions keep their labels."""
     given = list(argument(b.node, 1))
     used = [d for d, i in enumerate(given) if i is not None]
     shape = b.shape(0)
@@ -678,7 +684,7 @@ def _index(b: _Builder) -> Rule | None:
 
 @_for(aten.index_put.default)
 def _index_put(b: _Builder) -> Rule | None:
-    """Likewise; places that the values are put to are walked as wholes."""
+    """Return the rule of putting values at indices of one dimension, which has no label; nor have the indices."""
     given = list(argument(b.node, 1))
     used = [d for d, i in enumerate(given) if i is not None]
     shape, values = b.shape(0), b.shape(len(b.operands) - 1)
@@ -711,7 +717,7 @@ def _nll_loss_backward(b: _Builder) -> Rule | None:
 
 # -- between ranks ----------------------------------------------------------------------------------------------------
 RANKS = "ranks"
-"""The label of pieces that lie behind one another because ranks gave, or will get, one each."""
+"""The label of consecutive pieces of which each rank gave, or will get, one."""
 
 
 def _pieces_of_ranks(b: _Builder, shape: Sequence[int], ranks: int, label: Label = RANKS) -> Dims:
@@ -738,7 +744,7 @@ def _reduce_scatter(b: _Builder) -> Rule:
 @_for(collectives.ALL_TO_ALL)
 def _all_to_all(b: _Builder) -> Rule | None:
     given, taken = list(b.node.args[2]), list(b.node.args[1])  # type: ignore[arg-type]
-    if len({*given, *taken}) != 1:  # (sizes that are nodes are equal if these are)
+    if len({*given, *taken}) != 1:  # (symbolic sizes are equal if their nodes are)
         return None
     before = _pieces_of_ranks(b, b.shape(0), len(given))
     after = _pieces_of_ranks(b, b.results()[0], len(taken), "others")
@@ -769,5 +775,5 @@ def _constant(b: _Builder) -> Rule:
 
 
 def getitem_of(node: fx.Node) -> int | None:
-    """Which result of several a node picks."""
+    """Return which result of its operator a `getitem` node picks; None for any other node."""
     return int(argument(node, 1)) if node.target is operator.getitem else None

@@ -99,7 +99,7 @@ def find_cuts(
     types: Mapping[str, str] | None = None,
     room: Room | None = None,
 ) -> Cuts:
-    """The cuts of a captured program into so many stages.
+    """Return the cuts of a captured program into this number of stages.
 
     `how` is one of
 

@@ -5,11 +5,11 @@ cross.
 all anchors before it stand on its near side. The light operators between anchors are free: a minimum cut in bytes
 decides (`Line.near`), in which
 
-- a value counts once, however many read it on the far side, and whatever leaves the program is read there (the last
-stage gives it); - what is made of inputs and buffers alone counts nothing: every stage makes it for itself
-(`free_nodes`); - a view that is no smaller than its base counts nothing beside that: it is made again (`made_again`); -
-members of an operator's tuple stay with it, and so do a random operator with the state that it leaves to another one,
-and all that   reads or writes a buffer that the forward changes.
+- a value counts once, however many read it on the far side, and whatever leaves the program is read there (the last stage gives it);
+- what is made of inputs and buffers alone counts nothing: every stage makes it for itself (`free_nodes`);
+- a view that is no smaller than its base counts nothing beside that: it is made again (`made_again`);
+- members of an operator's tuple stay with it, and so do a random operator with the state that it leaves to another one, and all that
+  reads or writes a buffer that the forward changes.
 
 Later cuts have more on their near side. All minimise the same submodular function of their near side, and of the
 smallest cuts the one with most on its near side is taken: so the near sides are nested (Topkis, 1978, "Minimizing a

@@ -4,9 +4,9 @@ The stages of the forward are given. A node of the backward has the stage of the
 belongs to (`zgraph.passes.stages.stage_costs.origins`), or the stage nearest to it that fits the flow of gradients,
 towards earlier stages alone:
 
-- no later than the stages of its operands; - no earlier than a stage that holds a parameter whose gradient is made of
-it, or (if there is only one) a parameter that it reads; - a node that no gradient flows into is in the stage that reads
-it first; members of an operator's tuple are in the operator's.
+- no later than the stages of its operands;
+- no earlier than a stage that holds a parameter whose gradient is made of it, or (if there is only one) a parameter that it reads;
+- a node that no gradient flows into is in the stage that reads it first; members of an operator's tuple are in the operator's.
 
 Some values have no one stage, but are made in each that reads them: those of inputs and constants alone, and views
 (`free_nodes`, `made_again`). A parameter is in every stage that reads it. Its gradient is in as many *terms* as
