@@ -15,8 +15,9 @@ __all__ = ["EMA", "GradClip", "clip_of"]
 class GradClip(Record, frozen=True):
     """Gradient clipping, as `torch.nn.utils.clip_grad_norm_` and `clip_grad_value_` do it, over all ranks.
 
-    Norms are taken of the averaged gradients of all parameters together. A norm that is not finite makes every gradient
-    no number, as torch's does, unless `error_if_nonfinite`, which raises `StepError` and waits for the device each step.
+    Norms are taken of the averaged gradients of all parameters together. A norm that is not finite makes every
+    gradient NaN, as torch's clipping does, unless `error_if_nonfinite`, which raises `StepError` and waits for the
+    device each step.
     """
 
     norm: Annotated[float, Field(gt=0)] | None = Field(
@@ -46,14 +47,14 @@ class EMA(Record, frozen=True):
 
 
 def clip_of(value: Any) -> Any:
-    """A number stands for a norm."""
+    """Return a number as a record with that norm, and anything else as it is. Raises `PlanError` for a bool."""
     if isinstance(value, bool):
         raise PlanError(f"grad_clip can't be {value}", hint="a number, or a table with norm or value")
     return {"norm": value} if isinstance(value, (int, float)) else value
 
 
 def decay_of(value: Any) -> Any:
-    """A number stands for a decay."""
+    """Return a number as a record with that decay, and anything else as it is."""
     return {"decay": value} if isinstance(value, float) else value
 
 

@@ -1,4 +1,4 @@
-"""What a plan says of communication: how transfers are put together, how early they start, what they may hold.
+"""What a plan says of communication: how large transfers are, how early they start, how much memory they may take.
 
 Nothing here imports torch.
 """
@@ -18,7 +18,10 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def parse_bytes(given: Any) -> Any:
-    """An int of bytes of "20GiB", "512 MB" or an int; anything else as it is, for the type to refuse."""
+    """Return "20GiB" or "512 MB" as an int of bytes, and anything but a string as it is, for the type to check.
+
+    Raises `PlanError` for a string that is no size.
+    """
     if not isinstance(given, str):
         return given
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", given)
@@ -39,7 +42,7 @@ Bytes = Annotated[
 class Bucket(Record, frozen=True):
     """How much one transfer carries, in bytes of whole parameters and gradients. A bucket never spans two layers.
 
-    None: as much as it takes for the link's latency to be 5% of the transfer. 0: each tensor by itself.
+    None: as many bytes as it takes for the link's latency to be 5% of the transfer. 0: each tensor by itself.
     """
 
     gather: Bytes | None = Field(default=None, description="bytes that a bucket of gathers grows to")
@@ -47,7 +50,7 @@ class Bucket(Record, frozen=True):
 
 
 class Prefetch(Record, frozen=True):
-    """How early gathers start, and how much memory they may take for it."""
+    """How early gathers start, and how much memory they may take."""
 
     enabled: bool = Field(default=True, description="false: each collective is waited for where it starts")
     max_bytes: Bytes | None = Field(

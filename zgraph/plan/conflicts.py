@@ -1,4 +1,5 @@
-"""Fields of a plan that do not go together, as a table: which, when, what is wrong, and what to do. `Plan` walks it when it is made."""
+"""The table of a plan's fields that do not go together: which, when, what is wrong, and what to do. `Plan` checks it
+when it is created."""
 
 from __future__ import annotations
 
@@ -12,20 +13,20 @@ from zgraph.plan.shapes import FIXED_BY, buckets_of, hot_of, sizes_in
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """A row. The plan is untyped in it, since `Plan` checks itself by this table."""
+    """A row of the table. Its plan is untyped, since `Plan` checks itself by this table."""
 
-    where: str  # the field that can't be as it is
-    when: Callable[[Any], bool]
-    what: str  # with the plan's values put in, as `str.format` does
-    hint: str
-    why: str | None = None
+    where: str  # the field that is refused
+    when: Callable[[Any], bool]  # whether a plan has this conflict
+    what: str  # the error, with the plan's values put in by `str.format`
+    hint: str  # what to do
+    why: str | None = None  # the reason
 
     def error(self, plan: Any) -> PlanError:
         return PlanError(self.what.format(plan=plan), where=self.where, why=self.why, hint=self.hint)
 
 
 def first_conflict(plan: Any) -> PlanError | None:
-    """The first row that a plan meets, as an error."""
+    """Return the first conflict that a plan has, as an error, or None."""
     return next((row.error(plan) for row in CONFLICTS if row.when(plan)), None)
 
 
@@ -42,7 +43,7 @@ def _is_set(record: str, field: str) -> Callable[[Any], bool]:
 
 
 def _micro_batches_differ(plan: Any) -> bool:
-    """Whether there are other micro-batches than the elastic batch says."""
+    """Return whether the plan has another number of micro-batches than its elastic batch gives."""
     elastic = plan.elastic
     if elastic is None:
         return False
@@ -54,7 +55,7 @@ def _errs_if_nonfinite(plan: Any) -> bool:
 
 
 def _stays(plan: Any) -> bool:
-    """Whether the optimizer's states stay on the device."""
+    """Return whether the optimizer's states stay on the device."""
     return plan.offload.tier("optimizer") is None and plan.memory_budget is None
 
 
@@ -93,7 +94,7 @@ def _only_in_a_pipeline(field: str) -> Conflict:
 
 
 def _of_gradients(field: str, value: str | bool) -> tuple[Conflict, Conflict]:
-    """What a field of wire needs that changes how gradients are sent."""
+    """Return the conflicts of a field of `wire` that changes how gradients are sent."""
 
     def is_set(plan: Any) -> bool:
         return bool(getattr(plan.wire, field) == value)
@@ -131,7 +132,7 @@ def _declared_and_padded(plan: Any) -> bool:
 
 
 def _fixed(where: str, when: Callable[[Any], bool], why: str) -> Conflict:
-    """Sizes that differ from call to call, and a field with which they are numbers."""
+    """Return the conflict between sizes that differ from call to call and a field that makes all sizes numbers."""
     return Conflict(
         "shapes",
         lambda plan: _wants_symbols(plan) and when(plan),
@@ -142,7 +143,7 @@ def _fixed(where: str, when: Callable[[Any], bool], why: str) -> Conflict:
 
 
 def _not_with_signs(where: str, when: Callable[[Any], bool], what: str, why: str, hint: str) -> Conflict:
-    """What an optimizer that sends momenta in signs, and not gradients, from some step on can't be together with."""
+    """Return a conflict with an optimizer that, from some step on, sends momenta in signs instead of gradients."""
     return Conflict(where, lambda plan: hasattr(plan.optimizer, "freeze_steps") and when(plan), what, hint, why)
 
 

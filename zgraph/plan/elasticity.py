@@ -1,6 +1,8 @@
-"""What a plan says of elastic runs: the rows of a step stay the same on however many ranks there are, and micro-batches are chosen for them.
+"""What a plan says of elastic runs: the rows of a step are the same for any number of ranks, and micro-batches are
+chosen to fit.
 
-A step's rows are ranks x micro-batches x rows of a micro-batch, as in DeepSpeed's elasticity. Nothing here imports torch.
+A step's rows are ranks x micro-batches x rows of a micro-batch, as in DeepSpeed's elasticity. Nothing here imports
+torch.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _counts(value: Any) -> Any:
-    """Numbers in a list, the smallest first."""
+    """Return a list of numbers as a tuple, the smallest first, each once. Raises `PlanError` for anything else."""
     if not isinstance(value, (list, tuple)) or not value or not all(map(_is_count, value)):
         raise PlanError(
             f"{short(value)} is no list of whole numbers from 1", hint="such as [1, 2, 4]; leave it out for any"
@@ -36,10 +38,10 @@ def _count_or_counts(value: Any) -> Any:
 
 
 class Elastic(Record, frozen=True):
-    """A batch of so many rows for each optimizer step, whatever the number of ranks.
+    """A batch of a fixed number of rows for each optimizer step, whatever the number of ranks.
 
-    Every rank gets as many rows as any other, in the fewest micro-batches of equal size that are allowed. A step is then the mean over
-    the same rows on any number of ranks that can be: those that divide the batch, and are in `worlds`.
+    Every rank gets the same number of rows, in the fewest micro-batches of equal size that are allowed. A step is then
+    the mean over the same rows on any allowed number of ranks: one that divides the batch, and is in `worlds`.
     """
 
     batch: Count = Field(description="rows of one optimizer step over all ranks")
@@ -69,14 +71,15 @@ class Elastic(Record, frozen=True):
         return self
 
     def parts(self, rows: int) -> int | None:
-        """The fewest micro-batches of equal and allowed size that are `rows` rows together; None if there are none."""
+        """Return the fewest micro-batches of equal and allowed size that make up `rows` rows, or None if there are
+        none."""
         if isinstance(self.micro_batch, tuple):
             return next((rows // size for size in reversed(self.micro_batch) if rows % size == 0), None)
         least = 1 if self.micro_batch is None else -(-rows // self.micro_batch)
         return next(parts for parts in divisors(rows) if parts >= least)
 
     def refusal(self, world: int, ranks: int) -> str | None:
-        """Why it can't be on a world of which so many ranks see different rows; None if it can."""
+        """Return why this batch can't run on `world` ranks, of which `ranks` see different rows, or None if it can."""
         if self.worlds is not None and world not in self.worlds:
             return f"worlds names {shown_worlds(self.worlds, world)} and no other"
         if self.batch % ranks:
@@ -87,13 +90,13 @@ class Elastic(Record, frozen=True):
 
 
 def divisors(number: int) -> list[int]:
-    """The smallest first."""
+    """Return all divisors of a number, the smallest first."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})
 
 
 def shown_worlds(worlds: tuple[int, ...], near: int, most: int = 12) -> str:
-    """Numbers of ranks for a message: all, or those nearest to one that can't be."""
+    """Return numbers of ranks as text for a message: all, or the `most` that are nearest to `near`."""
     shown = sorted(sorted(worlds, key=lambda world: abs(world - near))[:most])
     return ", ".join(map(str, shown)) + (f" (nearest of {len(worlds)})" if len(shown) < len(worlds) else "")
 

@@ -28,9 +28,9 @@ class LossScale(Record, frozen=True):
     """A loss scale that follows overflows, or a fixed one.
 
     The loss is multiplied by it and the gradients are divided by it. An update whose gradients are not all finite is
-    skipped, fixed scale or not. The rule is that of DeepSpeed's "fp16" (deepspeed/runtime/fp16/loss_scaler.py, 0.19.6)
-    and of Micikevicius et al., 2018, "Mixed Precision Training". Raises `PlanError` for a value out of range and for a
-    minimum above the first scale.
+    skipped, whether the scale is fixed or not. The rule is that of DeepSpeed's "fp16"
+    (deepspeed/runtime/fp16/loss_scaler.py, 0.19.6) and of Micikevicius et al., 2018, "Mixed Precision Training".
+    Raises `PlanError` for a value out of range and for a minimum above the first scale.
     """
 
     initial_scale_power: Annotated[StrictInt, Field(ge=0, le=MAX_POWER)] = Field(

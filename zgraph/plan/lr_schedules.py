@@ -1,12 +1,12 @@
-"""Learning-rate schedules: which rate, and for one of them which momentum, each update of the optimizer uses.
+"""Learning-rate schedules: the rate, and for one of them the momentum, that each update of the optimizer uses.
 
 A schedule is a function of the update's number and of the group's own values, with no state: a run that is resumed, or
 that skips an update after an overflow, needs nothing but that number. Nothing here imports torch.
 
-Updates are counted from 0, and one that is skipped does not count. The first five schedules are DeepSpeed's
+Updates are counted from 0, and a skipped one does not count. The first five schedules are DeepSpeed's
 (deepspeed/runtime/lr_schedules.py, 0.19.6), with its names and defaults. Its engine moves the schedule on after an
-update, and making the schedule sets the rate of the first: so update 0 has the rate set at the start, and update k > 0
-what DeepSpeed calls iteration k - 1. Where DeepSpeed warns or drops a value in silence, this is a `PlanError`.
+update, and creating the schedule sets the rate of the first: so update 0 has the rate set at the start, and update k >
+0 what DeepSpeed calls iteration k - 1. Where DeepSpeed warns or silently drops a value, this is a `PlanError`.
 """
 
 from __future__ import annotations
@@ -49,12 +49,10 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What one update of one group of parameters uses."""
+    """The learning rate and momentum that one update of one group of parameters uses."""
 
-    lr: float
-    """The learning rate itself, not a ratio."""
-    momentum: float
-    """SGD's momentum, or the first of Adam's betas."""
+    lr: float  # the learning rate itself, not a ratio
+    momentum: float  # SGD's momentum, or the first of Adam's betas
 
 
 _Steps = Annotated[StrictInt, Field(gt=0)]
@@ -84,7 +82,7 @@ def _check_length(warmup_name: str, warmup: int, total_name: str, total: int) ->
         )
 
 
-# DeepSpeed's.
+# DeepSpeed's schedules.
 
 
 def _warmup_steps(steps: int) -> int:
@@ -97,17 +95,16 @@ def _iteration(step: int) -> int:
 
 
 def _risen(iteration: int, steps: int, kind: str) -> float:
-    """How much of a warm-up is done, from 0 to 1."""
+    """Return how much of a warm-up is done, from 0 to 1."""
     return math.log(iteration + 1) / math.log(steps) if kind == "log" else iteration / steps
 
 
 class WarmupLR(Record, frozen=True):
-    """DeepSpeed's `WarmupLR`: from `warmup_min_lr` up to `warmup_max_lr`, which stays.
+    """DeepSpeed's `WarmupLR`: the rate rises from `warmup_min_lr` to `warmup_max_lr`, and stays there.
 
-    Rates are those of the optimizer, and take the place of the group's own, which is the maximum only where
-    `warmup_max_lr` is None. With n = max(2, warmup_num_steps) and iteration i = max(k - 1, 0), update k has
-    min + (max - min) g, where g is log(i + 1) / log(n) or i / n while i < n, and 1 after that. So updates 0 and 1 both
-    have the minimum.
+    Rates are absolute and replace the group's own rate, which is the maximum only where `warmup_max_lr` is None. With
+    n = max(2, warmup_num_steps) and iteration i = max(k - 1, 0), update k has min + (max - min) g, where g is log(i +
+    1) / log(n) or i / n while i < n, and 1 after that. So updates 0 and 1 both have the minimum.
     """
 
     name: Literal["WarmupLR"] = "WarmupLR"
@@ -123,7 +120,7 @@ class WarmupLR(Record, frozen=True):
         return self
 
     def at(self, step: int, lr: float, momentum: float) -> Point:
-        """What update `step`, from 0, uses in a group with this rate and momentum."""
+        """Return what update `step`, from 0, uses in a group with this rate and momentum."""
         warmup, iteration = _warmup_steps(self.warmup_num_steps), _iteration(step)
         top = lr if self.warmup_max_lr is None else self.warmup_max_lr
         height = _risen(iteration, warmup, self.warmup_type) if iteration < warmup else 1.0
@@ -134,7 +131,7 @@ class WarmupDecayLR(Record, frozen=True):
     """DeepSpeed's `WarmupDecayLR`: `WarmupLR`, then down in a straight line to `warmup_min_lr`.
 
     After the warm-up g is max(0, (total - i) / max(1, total - n)), with the n and i of `WarmupLR`: the minimum is
-    reached in update total + 1. Unlike there, the maximum has a default of its own.
+    reached in update total + 1. Unlike in `WarmupLR`, the maximum has a default of its own.
     """
 
     name: Literal["WarmupDecayLR"] = "WarmupDecayLR"
@@ -151,7 +148,7 @@ class WarmupDecayLR(Record, frozen=True):
         return self
 
     def at(self, step: int, lr: float, momentum: float) -> Point:
-        """What update `step`, from 0, uses in a group with this momentum, whatever the group's rate."""
+        """Return what update `step`, from 0, uses in a group with this momentum, whatever the group's rate."""
         warmup, iteration = _warmup_steps(self.warmup_num_steps), _iteration(step)
         if iteration < warmup:
             height = _risen(iteration, warmup, self.warmup_type)
@@ -181,7 +178,7 @@ class WarmupCosineLR(Record, frozen=True):
         return self
 
     def at(self, step: int, lr: float, momentum: float) -> Point:
-        """What update `step`, from 0, uses in a group with this rate and momentum."""
+        """Return what update `step`, from 0, uses in a group with this rate and momentum."""
         warmup = _warmup_steps(self.warmup_num_steps)
         if step == 0:
             ratio = 0.0
@@ -195,17 +192,17 @@ class WarmupCosineLR(Record, frozen=True):
 
 
 class OneCycle(Record, frozen=True):
-    """DeepSpeed's `OneCycle`: the rate up and down once while the momentum goes down and up, then both decay.
+    """DeepSpeed's `OneCycle`: the rate goes up and down once while the momentum goes down and up, then both decay.
 
-    Rates and momenta are those of the optimizer, and take the place of the group's own. A cycle has total = first +
-    second updates. Update k <= total has min + (max - min) h, where h is k / first up to k = first, then
-    (total - k) / second, and 0 at k = total. With c stairs in a half, its h is floor(c h) / c. After the cycle, with
-    t = (k - total) / decay_step_size, the rate is min / (1 + decay_lr_rate t), or min if there is no decay.
+    Rates and momenta are absolute and replace the group's own. A cycle has total = first + second updates. Update k <=
+    total has min + (max - min) h, where h is k / first up to k = first, then (total - k) / second, and 0 at k = total.
+    With c stairs in a half, its h is floor(c h) / c. After the cycle, with t = (k - total) / decay_step_size, the rate
+    is min / (1 + decay_lr_rate t), or min if there is no decay.
 
     The momentum is max - (max - min) h, and after the cycle max (1 + decay_mom_rate t), which nothing keeps below 1,
     or max if there is no decay. Update 0 has the minimum: DeepSpeed sets it at the start, and goes on from the maximum
-    in update 1. DeepSpeed also makes Adam's second beta 0.99 and leaves optimizers without betas alone; neither is done
-    here. The policy is that of Smith, 2018, "A disciplined approach to neural network hyper-parameters: Part 1".
+    in update 1. DeepSpeed also makes Adam's second beta 0.99 and leaves optimizers without betas alone; neither is
+    done here. The policy is that of Smith, 2018, "A disciplined approach to neural network hyper-parameters: Part 1".
     """
 
     name: Literal["OneCycle"] = "OneCycle"
@@ -234,7 +231,7 @@ class OneCycle(Record, frozen=True):
         return self
 
     def at(self, step: int, lr: float, momentum: float) -> Point:
-        """What update `step`, from 0, uses in a group with this momentum, whatever the group's rate."""
+        """Return what update `step`, from 0, uses in a group with this momentum, whatever the group's rate."""
         first, second = self.cycle_first_step_size, self.cycle_second_step_size
         total = first + (first if second is None else second)
         if step <= total:
@@ -257,16 +254,16 @@ class OneCycle(Record, frozen=True):
             part, whole = total - position, total - up
             if self.cycle_second_stair_count is not None:
                 stairs = self.cycle_second_stair_count
-        # Whole numbers, since a part of 1 - 1e-16 would fall a whole stair.
+        # In whole numbers, since a rounding error of 1e-16 below a stair would lose a whole stair.
         return part * stairs // whole / stairs if stairs else part / whole
 
 
 class LRRangeTest(Record, frozen=True):
-    """DeepSpeed's `LRRangeTest`: a rate that grows without end, to find the largest that a model can be trained with.
+    """DeepSpeed's `LRRangeTest`: a rate that grows without end, to find the largest with which a model can be trained.
 
     Update k has `lr_range_test_min_lr` (1 + `lr_range_test_step_rate` t), where t is k / `lr_range_test_step_size`,
-    rounded down with `lr_range_test_staircase`, and the group's own rate has no part in it. The test is that of Smith,
-    2018, "A disciplined approach to neural network hyper-parameters: Part 1".
+    rounded down with `lr_range_test_staircase`. The group's own rate is not used. The test is that of Smith, 2018, "A
+    disciplined approach to neural network hyper-parameters: Part 1".
     """
 
     name: Literal["LRRangeTest"] = "LRRangeTest"
@@ -276,13 +273,13 @@ class LRRangeTest(Record, frozen=True):
     lr_range_test_staircase: StrictBool = Field(default=False, description="whether it grows in stairs")
 
     def at(self, step: int, lr: float, momentum: float) -> Point:
-        """What update `step`, from 0, uses in a group with this momentum, whatever the group's rate."""
+        """Return what update `step`, from 0, uses in a group with this momentum, whatever the group's rate."""
         size = self.lr_range_test_step_size
         interval = step // size if self.lr_range_test_staircase else step / size
         return Point(self.lr_range_test_min_lr * (1 + self.lr_range_test_step_rate * interval), momentum)
 
 
-# zgraph's own: ratios of the group's rate, and no update without any.
+# zgraph's own schedules: ratios of the group's rate, above 0 in the first update.
 
 
 def _ramp(step: int, warmup: int) -> float:
@@ -290,12 +287,13 @@ def _ramp(step: int, warmup: int) -> float:
 
 
 def _done(step: int, warmup: int, total: int) -> float:
-    """How much of what follows the warm-up is done, from 0 to 1."""
+    """Return how much of the updates after the warm-up is done, from 0 to 1."""
     return 1.0 if step >= total else max(0, step - warmup) / max(1, total - warmup)
 
 
 class _Decay(Record, frozen=True):
-    """Up in a straight line to the group's rate, then down to a part of it, in a way that each kind has of its own."""
+    """The rate rises in a straight line to the group's rate, then falls to a part of it, along a curve that each
+    subclass defines."""
 
     name: str
     warmup_steps: _Count = Field(default=0, description=_WARMUP_STEPS)
@@ -308,18 +306,18 @@ class _Decay(Record, frozen=True):
         return self
 
     def at(self, step: int, lr: float, momentum: float) -> Point:
-        """What update `step`, from 0, uses in a group with this rate and momentum."""
+        """Return what update `step`, from 0, uses in a group with this rate and momentum."""
         height = self._height(_done(step, self.warmup_steps, self.total_steps))
         ratio = self.min_ratio + (1 - self.min_ratio) * height
         return Point(lr * _ramp(step, self.warmup_steps) * ratio, momentum)
 
     def _height(self, done: float) -> float:
-        """How high the rate is above its end, from 1 to 0, when so much of the way down is done."""
+        """Return how high the rate is above its end, from 1 to 0, when the share `done` of the way down is done."""
         raise NotImplementedError
 
 
 class Cosine(_Decay, frozen=True):
-    """Up in a straight line to the group's rate, then down along half a cosine to `min_ratio` of it.
+    """The rate rises in a straight line to the group's rate, then falls along half a cosine to `min_ratio` of it.
 
     Update k has the rate times (k + 1) / (warmup + 1) while k < warmup, then times m + (1 - m) (1 + cos(pi p)) / 2,
     where m is `min_ratio` and p = (k - warmup) / (total - warmup): all of it in update `warmup_steps`, and m from
@@ -333,9 +331,9 @@ class Cosine(_Decay, frozen=True):
 
 
 class Linear(_Decay, frozen=True):
-    """Up in a straight line to the group's rate, then down in another to `min_ratio` of it.
+    """The rate rises in a straight line to the group's rate, then falls in another to `min_ratio` of it.
 
-    As `Cosine`, with 1 - p in the place of (1 + cos(pi p)) / 2.
+    It is `Cosine` with 1 - p in place of (1 + cos(pi p)) / 2.
     """
 
     name: Literal["Linear"] = "Linear"
@@ -345,17 +343,18 @@ class Linear(_Decay, frozen=True):
 
 
 class Constant(Record, frozen=True):
-    """Up in a straight line to the group's rate, which stays: update k has it times min(1, (k + 1) / (warmup + 1))."""
+    """The rate rises in a straight line to the group's rate, and stays: update k has it times min(1, (k + 1) / (warmup
+    + 1))."""
 
     name: Literal["Constant"] = "Constant"
     warmup_steps: _Count = Field(default=0, description=_WARMUP_STEPS)
 
     def at(self, step: int, lr: float, momentum: float) -> Point:
-        """What update `step`, from 0, uses in a group with this rate and momentum."""
+        """Return what update `step`, from 0, uses in a group with this rate and momentum."""
         return Point(lr * _ramp(step, self.warmup_steps), momentum)
 
 
-# torch's.
+# torch's schedules.
 
 _NAME = r"[^\W\d]\w*"
 _REFERENCE = re.compile(rf"{_NAME}|{_NAME}(?:\.{_NAME})*:{_NAME}(?:\.{_NAME})*")
@@ -371,9 +370,10 @@ def _check_reference(text: str) -> str:
 
 
 class TorchSchedule(Record, frozen=True):
-    """A class of torch.optim.lr_scheduler, or one like them, by its name: it keeps its state and moves a real group.
+    """A class of torch.optim.lr_scheduler, or one like them, by its name: it keeps its state and changes the
+    optimizer's groups.
 
-    What it does in which update is its own affair, so there is no `at`.
+    It decides itself what each update uses, so it has no `at`.
     """
 
     name: Literal["TorchSchedule"] = "TorchSchedule"
@@ -395,7 +395,7 @@ _KINDS: dict[str, type[Record]] = {
 
 
 def _made(value: Any) -> Any:
-    # The record is made here and not by the union, whose errors would have the name in the key's path.
+    # The record is created here and not by the union, whose errors would have the name in the key's path.
     if not isinstance(value, Mapping):
         return value
     if "name" not in value:

@@ -1,4 +1,4 @@
-"""What a plan says of offloading: what lies in the host's memory or on disk while nothing computes with it.
+"""What a plan says of offloading: which values are stored in the host's memory or on disk while nothing reads them.
 
 Nothing here imports torch.
 """
@@ -31,10 +31,11 @@ Place = Annotated[str, AfterValidator(_check_place)]
 
 
 class Offload(Record, frozen=True):
-    """Where what the device does not need at the moment is stored (after ZeRO-Infinity; Rajbhandari et al., 2021).
+    """Where values are stored while the device does not need them (after ZeRO-Infinity; Rajbhandari et al., 2021).
 
-    Each place is "none" (the device), "cpu" (the host's memory), "nvme:FOLDER" (a file), "auto" or "auto:FOLDER". "auto" is the device, unless a
-    `memory_budget` needs more: then it is the host's memory, if the device has its own, or a file in FOLDER.
+    Each place is "none" (the device), "cpu" (the host's memory), "nvme:FOLDER" (a file), "auto" or "auto:FOLDER".
+    "auto" is the device, unless a `memory_budget` needs more: then it is the host's memory, if the device has its own,
+    or a file in FOLDER.
     """
 
     activations: Place = Field(
@@ -84,25 +85,29 @@ class Offload(Record, frozen=True):
         return self
 
     def placed(self, auto: Mapping[str, str]) -> Self:
-        """With the places that "auto" is given. (Where the optimizer's is one, `ratio` stays open, and the budget decides.)"""
+        """Return this record with the places of `auto` instead of each "auto".
+
+        `ratio` stays None where the optimizer's place was "auto" and is no longer the device: the memory budget then
+        decides it.
+        """
         places = {what: auto[what] if getattr(self, what).startswith("auto") else getattr(self, what) for what in KINDS}
         named = not self.optimizer.startswith("auto")
         ratio = 1.0 if self.ratio is None and (named or places["optimizer"] == "none") else self.ratio
         return self.model_copy(update={**places, "ratio": ratio})
 
     def same(self, other: Offload) -> bool:
-        """Whether the two mean the same, once each "auto" that is left is the device."""
+        """Return whether two records mean the same, once each remaining "auto" is the device."""
         mine, theirs = (o.placed(dict.fromkeys(KINDS, "none")) for o in (self, other))
         return mine == theirs
 
     def tier(self, what: str) -> str | None:
-        """ "cpu" or "nvme" for "activations", "optimizer" or "parameters"; None for the device, and as long as it is "auto"."""
+        """Return "cpu" or "nvme" for "activations", "optimizer" or "parameters"; None for the device, and for "auto"."""
         kind = str(getattr(self, what)).partition(":")[0]
         return kind if kind in ("cpu", "nvme") else None
 
     @property
     def gradients(self) -> bool:
-        """Whether gradients go to the host as they are made, to be updated there."""
+        """Whether gradients are offloaded as soon as they are computed, to be updated on the host."""
         return self.update_on == "host" and self.tier("optimizer") is not None
 
     @property
@@ -111,11 +116,11 @@ class Offload(Record, frozen=True):
         return self.delayed_after is not None and self.tier("optimizer") is not None
 
     def folder(self) -> str | None:
-        """The folder of the disk; there is one at most."""
+        """Return the folder on the disk, of which there is at most one, or None."""
         return next(iter(self._folders()), None)
 
     def tiers(self) -> list[str]:
-        """Those that there are to be, "cpu" before "nvme"."""
+        """Return the tiers that are used, "cpu" before "nvme"."""
         return sorted({t for t in map(self.tier, KINDS) if t is not None})
 
     def _folders(self) -> list[str]:

@@ -49,13 +49,13 @@ def _hashable(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-Value = Annotated[Any, AfterValidator(_hashable)]  # the fields that it is for will check it
+Value = Annotated[Any, AfterValidator(_hashable)]  # checked by the optimizer's field that it overrides
 
 
 class ParamGroup(Record, frozen=True):
     """Parameters by name, and the numbers that differ for them: `ParamGroup(match="*.bias", weight_decay=0.0)`.
 
-    `match` has the patterns of `fnmatch`, case-sensitive, over whole names ("layers.0.bias"); any of several will do.
+    `match` has patterns of `fnmatch`, case-sensitive, over whole names ("layers.0.bias"); with several, any may match.
     """
 
     match: str | tuple[str, ...] = Field(description="shell patterns of parameter names")
@@ -77,7 +77,7 @@ class ParamGroup(Record, frozen=True):
 
 
 class Optimizer(Record, frozen=True):
-    """The fields of all optimizers."""
+    """The fields that all optimizers have."""
 
     name: str
     lr: Rate = Field(default=1e-3, description="the learning rate")
@@ -88,7 +88,7 @@ class Optimizer(Record, frozen=True):
     )
 
     def _records(self) -> tuple[Optimizer, ...]:
-        """All that a group's overrides may be for."""
+        """Return the records whose fields a group may override."""
         return (self,)
 
     @model_validator(mode="after")
@@ -149,8 +149,8 @@ class AdamW(Optimizer, frozen=True):
 class AdamW8bit(Optimizer, frozen=True):
     """AdamW with 8-bit states in blocks: Dettmers et al., 2022, "8-bit Optimizers via Block-wise Quantization".
 
-    A parameter's rows (along dimension 0) decide whether its states have 8 bits, not its size: a rank knows no more of
-    a sharded one, and the numbers must not depend on how many ranks there are.
+    Whether a parameter's states have 8 bits depends on the length of its rows (along dimension 0), not on its size:
+    the numbers must not depend on how many of its rows a rank has.
     """
 
     name: Literal["AdamW8bit"] = "AdamW8bit"
@@ -168,7 +168,7 @@ class AdamW8bit(Optimizer, frozen=True):
 
 
 class SGD(Optimizer, frozen=True):
-    """Stochastic gradient descent, with momentum and Nesterov's."""
+    """Stochastic gradient descent, with momentum, and with Nesterov's momentum if asked for."""
 
     name: Literal["SGD"] = "SGD"
     momentum: Rate = Field(default=0.0, description="the share of the last step that is added to the next")
@@ -205,9 +205,10 @@ class Lion(Optimizer, frozen=True):
 
 
 class LAMB(Optimizer, frozen=True):
-    """You et al., 2020, "Large Batch Optimization for Deep Learning", as DeepSpeed's FusedLamb has it.
+    """You et al., 2020, "Large Batch Optimization for Deep Learning", as in DeepSpeed's FusedLamb.
 
-    The bias corrections are part of the step size, so the ratio of norms is taken without them, as is the weight decay.
+    The bias corrections are part of the step size, so the ratio of norms is computed without them, as is the weight
+    decay.
     """
 
     name: Literal["LAMB"] = "LAMB"
@@ -226,7 +227,7 @@ class LAMB(Optimizer, frozen=True):
 
 
 class Muon(Optimizer, frozen=True):
-    """Jordan et al., 2024, as torch.optim.Muon; `companion` updates what is no matrix, and embeddings."""
+    """Jordan et al., 2024, as torch.optim.Muon; `companion` updates embeddings and parameters that are no matrices."""
 
     name: Literal["Muon"] = "Muon"
     weight_decay: Rate = Field(default=0.1, description="how strongly weights decay")
@@ -260,7 +261,8 @@ class Muon(Optimizer, frozen=True):
 
 
 class OneBitAdam(Optimizer, frozen=True):
-    """Tang et al., 2021, as DeepSpeed 0.19.6 has it: Adam without bias corrections that sends signs of its momentum once it has warmed up.
+    """Tang et al., 2021, as in DeepSpeed 0.19.6: Adam without bias corrections that sends signs of its momentum once
+    it has warmed up.
 
     Weight decay is decoupled, as in AdamW.
     """
@@ -272,9 +274,11 @@ class OneBitAdam(Optimizer, frozen=True):
 
 
 class OneBitLAMB(Optimizer, frozen=True):
-    """Li et al., 2021, as DeepSpeed 0.19.6 has it: LAMB without bias corrections that sends signs of its momentum once it has warmed up.
+    """Li et al., 2021, as in DeepSpeed 0.19.6: LAMB without bias corrections that sends signs of its momentum once it
+    has warmed up.
 
-    From then on a weight's ratio of norms is the average that it had, times a factor that follows the squares of gradients.
+    After the warm-up a weight's ratio of norms is its average so far, times a factor that follows the squares of
+    gradients.
     """
 
     name: Literal["OneBitLAMB"] = "OneBitLAMB"
@@ -300,7 +304,7 @@ _NAMES = {str(record.model_fields["name"].default): record for record in _ALL}
 
 
 def _known(value: Any) -> Any:
-    """A record, or a table whose name says which."""
+    """Return a record as it is, and a table as the record that its name says. Raises `PlanError` for an unknown name."""
     if isinstance(value, str):
         known = f"zgraph.{value}(lr=…)" if value in _NAMES else did_you_mean(value, _NAMES)
         raise PlanError(f"an optimizer is a record or a table, not the name {short(value)}", hint=known)

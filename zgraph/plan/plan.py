@@ -1,10 +1,10 @@
 """`Plan`: everything that a user decides about a training step, as one frozen, checked, comparable value.
 
-A plan holds no callable and no tensor: it can be hashed, compared between ranks, saved and loaded. A key that
-zgraph does not know is an error with the nearest known key, never ignored. Nothing here imports torch.
+A plan holds no callable and no tensor: it can be hashed, compared between ranks, saved and loaded. A key that zgraph
+does not know is an error with the nearest known key, never ignored. Nothing here imports torch.
 
-A new field is one line in `Plan`; the type of a field that is a record of its own is a subclass of `Record`,
-which brings the same errors, at any depth.
+A new field is one line in `Plan`; the type of a field that is a record of its own is a subclass of `Record`, which
+gives the same errors, at any depth.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ MESH_DIMENSIONS = ("pp", "replicate", "dp", "cp", "tp")
 """Every mesh dimension's name, outermost first."""
 
 DATA_DIMENSIONS = ("replicate", "dp")
-"""Those over which ranks see different rows: `DATA_DIMS` of `zgraph.program.program`, which loads torch."""
+"""The mesh dimensions over which ranks see different rows: the same as `DATA_DIMS` of `zgraph.program.program`, which loads torch."""
 
 
 class Mesh(Table[int]):
@@ -70,7 +70,7 @@ class Styles(Table[str]):
 
 
 class Tiles(Table[int]):
-    """In how many chunks regions run, by pattern of module paths."""
+    """The number of chunks in which regions run, by pattern of module paths."""
 
     _field = "tiles"
 
@@ -120,15 +120,13 @@ _PASS = re.compile(
 class UserPass:
     """A pass of the user's own and its place in the pipeline: without a position, after all others."""
 
-    ref: str
-    """`"package.module:function"`."""
-    position: Literal["before", "after"] | None = None
-    anchor: str | None = None
-    """The name of the pass that `position` refers to; None exactly if `position` is."""
+    ref: str  # "package.module:function"
+    position: Literal["before", "after"] | None = None  # on which side of `anchor` it runs
+    anchor: str | None = None  # the name of the pass that `position` refers to; None exactly if `position` is
 
     @classmethod
     def parse(cls, text: str) -> UserPass:
-        """Reads `"package.module:function"`, alone or followed by `before NAME` or `after NAME`."""
+        """Return the pass of `"package.module:function"`, alone or followed by `before NAME` or `after NAME`."""
         match = _PASS.fullmatch(text.strip())
         if match is None:
             raise PlanError(
@@ -222,10 +220,11 @@ def _check_partition(given: str | tuple[str, ...]) -> str | tuple[str, ...]:
 
 
 class Plan(Record, frozen=True):
-    """What the compiled training step is to be. Every fault in it is a `PlanError`, raised when it is made.
+    """A description of a compiled training step. Every fault in it is a `PlanError`, raised when it is created.
 
     The fields' meanings, allowed values and defaults are in `Plan.json_schema()`. A mesh that does not fit the number
-    of ranks is found when that is known, in `resolve_mesh`. The stages are those of Rajbhandari et al., 2020, "ZeRO".
+    of ranks is refused when that number is known, in `resolve_mesh`. The ZeRO stages are those of Rajbhandari et al.,
+    2020, "ZeRO".
 
     Equality and hash are those of the values; where a value came from (`origins`) does not count.
     """
@@ -475,20 +474,20 @@ class Plan(Record, frozen=True):
 
     @property
     def named_hardware(self) -> str | None:
-        """The hardware that the plan names; None where it is that of the device, by data sheets or measured."""
+        """The hardware that the plan names; None where it is the device's own, by data sheets or measured."""
         return None if self.hardware == "default" else self.hardware
 
     def resolved_precision(self) -> Precision:
-        """The dtypes that `precision` and `numerics` stand for."""
+        """Return the dtypes that `precision` and `numerics` stand for."""
         return preset(self.precision, self.numerics) if isinstance(self.precision, str) else self.precision
 
     def loss_scale(self) -> LossScale | None:
-        """The loss scaling of this plan, None for none."""
+        """Return the loss scaling of this plan, or None for none."""
         return self.resolved_precision().scaling()
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
 
-    # Values, not origins: two plans that say the same are the same plan.
+    # Values are compared, not origins: two plans that say the same are the same plan.
 
     def __eq__(self, other: object) -> bool:
         return self.model_dump() == other.model_dump() if isinstance(other, Plan) else NotImplemented
@@ -497,7 +496,7 @@ class Plan(Record, frozen=True):
         return int(self.hash()[:15], 16)
 
     def hash(self) -> str:
-        """SHA-256, in hex, of the values in canonical JSON: the same in every process, on every machine."""
+        """Return the SHA-256, in hex, of the values in canonical JSON: the same in every process, on every machine."""
         text = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -505,9 +504,9 @@ class Plan(Record, frozen=True):
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Self:
-        """The plan in a TOML, YAML or JSON file, as the suffix says.
+        """Return the plan in a TOML, YAML or JSON file, as its suffix says.
 
-        Raises `PlanError` with file and, where it is known, line: for a file that is missing, can't be parsed
+        Raises `PlanError` with the file and, where it is known, the line: for a file that is missing, can't be parsed
         or holds a key twice, and for every fault in the plan itself.
         """
         file = Path(path)
@@ -541,13 +540,14 @@ class Plan(Record, frozen=True):
 
     @classmethod
     def json_schema(cls) -> dict[str, Any]:
-        """JSON Schema of a plan file, for editors and other tools."""
+        """Return the JSON Schema of a plan file, for editors and other tools."""
         return cls.model_json_schema()
 
     # Reading a plan.
 
     def origins(self) -> dict[str, str]:
-        """Where each field's value came from: `"default"`, `"given"`, `"file plan.toml"`, or `"elastic"` for what that has chosen."""
+        """Return where each field's value came from: `"default"`, `"given"`, `"file plan.toml"`, or `"elastic"` if
+        that has chosen it."""
         return {
             name: self._origins.get(name, "given") if name in self.model_fields_set else "default"
             for name in type(self).model_fields
@@ -567,11 +567,14 @@ class Plan(Record, frozen=True):
         return "\n".join(f"{name:{widths[0]}}  {value:{widths[1]}}  {origin}" for name, value, origin in rows)
 
     def user_passes(self) -> tuple[UserPass, ...]:
-        """`passes`, parsed."""
+        """Return `passes`, parsed."""
         return tuple(UserPass.parse(text) for text in self.passes)
 
     def usual_world(self) -> int:
-        """The number of ranks to look at it with where none is given: that of the mesh, with 2 for its -1 (or the next that `elastic` allows)."""
+        """Return the number of ranks to show a plan with where none is given.
+
+        It is that of the mesh, with 2 for its -1, or the next that `elastic` allows.
+        """
         usual = math.prod(2 if size == -1 else size for size in self.mesh.values())
         if self.elastic is None:
             return usual
@@ -579,7 +582,10 @@ class Plan(Record, frozen=True):
         return next((world for world in worlds if world >= usual), worlds[-1])
 
     def worlds(self) -> tuple[int, ...]:
-        """The numbers of ranks that an elastic plan can have, the smallest first. Raises `PlanError` for another plan: most can have any."""
+        """Return the numbers of ranks that an elastic plan can have, the smallest first.
+
+        Raises `PlanError` for a plan that is not elastic: most of these can have any number.
+        """
         if self.elastic is None:
             raise PlanError("the plan is not elastic", where="elastic", hint="elastic=zgraph.Elastic(batch=…)")
         known = math.prod(size for size in self.mesh.values() if size != -1)
@@ -588,11 +594,14 @@ class Plan(Record, frozen=True):
         return tuple(world for world in candidates if self.elastic.refusal(world, self.data_ranks(world)) is None)
 
     def pipeline_ranks(self, world: int) -> int:
-        """Over how many of so many ranks the stages of a pipeline lie: 1 without one. Raises `MeshError` for ranks that can't be."""
+        """Return the number of `world` ranks that a pipeline's stages are divided over: 1 without a pipeline.
+
+        Raises `MeshError` for a world that does not fit the mesh.
+        """
         return self.resolve_mesh(world).get("pp", 1)
 
     def refuse_pipeline(self, world: int, what: str) -> None:
-        """Raise `PlanError`, saying that there is no `what` of it, if the plan has a pipeline on so many ranks."""
+        """Raise `PlanError`, saying that there is no `what` of it, if the plan has a pipeline on `world` ranks."""
         ranks = self.pipeline_ranks(world)
         if ranks > 1:
             raise PlanError(
@@ -603,13 +612,16 @@ class Plan(Record, frozen=True):
             )
 
     def data_ranks(self, world: int) -> int:
-        """How many of so many ranks see different rows."""
+        """Return how many of `world` ranks see different rows."""
         known = math.prod(size for size in self.mesh.values() if size != -1)
         return math.prod(world // known if self.mesh.get(d, 1) == -1 else self.mesh.get(d, 1) for d in DATA_DIMENSIONS)
 
     def for_world(self, world: int) -> Self:
-        """This plan on so many ranks: if it is `elastic`, with the rows of a rank and the micro-batches that follow from their number, else
-        as it is. Raises `MeshError` for ranks that can't be."""
+        """Return this plan on `world` ranks.
+
+        An elastic plan gets the rows of a rank and the number of micro-batches that follow from it; another one is
+        returned as it is. Raises `MeshError` for a world that does not fit the mesh.
+        """
         sizes = self.resolve_mesh(world)
         if self.elastic is None:
             return self
@@ -620,8 +632,11 @@ class Plan(Record, frozen=True):
         return made
 
     def resolve_mesh(self, world: int) -> dict[str, int]:
-        """The mesh's sizes by name, in ranks, with -1 filled in; `MeshError` if their product can't be `world` ranks, or the elastic batch
-        can't be theirs."""
+        """Return the mesh's sizes by name, in ranks, with -1 filled in.
+
+        Raises `MeshError` if their product can't be `world` ranks, or if the elastic batch or `wire.secondary` does
+        not fit them.
+        """
         known = math.prod(size for size in self.mesh.values() if size != -1)
         rest = next((name for name, size in self.mesh.items() if size == -1), None)
         mesh = _shown(self.mesh)
@@ -659,7 +674,7 @@ class Plan(Record, frozen=True):
 
 
 def located(error: PlanError, file: Path, text: str) -> PlanError:
-    """The same error, with file and line in `where`."""
+    """Return the same error, with file and line in `where`."""
     if error.problems:
         return joined([located(problem, file, text) for problem in error.problems])
     place = str(file)

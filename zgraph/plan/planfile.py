@@ -18,7 +18,7 @@ from zgraph.errors import PlanError
 
 
 def read(file: Path) -> str:
-    """The file's text; `PlanError` if it can't be read or its suffix is none that zgraph knows."""
+    """Return the file's text. Raises `PlanError` if it can't be read or its suffix is none that zgraph knows."""
     _format(file)
     try:
         return file.read_text(encoding="utf-8-sig")
@@ -29,7 +29,7 @@ def read(file: Path) -> str:
 
 
 def parse(text: str, file: Path) -> dict[str, Any]:
-    """The mapping that `text` holds, in the format that the suffix of `file` names."""
+    """Return the mapping that `text` holds, in the format that the suffix of `file` names. Raises `PlanError`."""
     try:
         data = _format(file)[0](text)
     except _DuplicateKeyError as error:
@@ -50,12 +50,12 @@ def parse(text: str, file: Path) -> dict[str, Any]:
 
 
 def render(data: dict[str, Any], file: Path) -> str:
-    """`data` (JSON's types) as text in the format that the suffix of `file` names."""
+    """Return `data` (JSON's types) as text in the format that the suffix of `file` names."""
     return _format(file)[1](data)
 
 
 def lines_of_key(text: str, key: str) -> list[int]:
-    """The lines, from 1, on which `key` seems to be given or to head a table: one search for all formats."""
+    """Return the lines, from 1, on which `key` seems to be given or to head a table: one search for all formats."""
     pattern = re.compile(rf"""(?:^|[{{,\s.\[])["']?{re.escape(key)}["']?\s*[=:\]]""")
     return [number for number, line in enumerate(text.splitlines(), 1) if pattern.search(line.split("#")[0])]
 
@@ -90,7 +90,7 @@ def _parse_json(text: str) -> Any:
 
 
 class _YamlLoader(yaml.SafeLoader):
-    """The safe loader, but a key given twice in a mapping is refused (`<<` merges may be overridden)."""
+    """The safe loader, which also refuses a key given twice in a mapping (`<<` merges may be overridden)."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Hashable] = set()
@@ -121,7 +121,7 @@ def _render_toml(data: dict[str, Any]) -> str:
 
 
 def _toml_table(table: dict[str, Any], path: tuple[str, ...]) -> Iterator[str]:
-    """A table's own values first, then its tables: anything else would land in the table before it."""
+    """Yield a table's own values first, then its tables: a value after a table would belong to that table."""
     if path:
         yield f"\n[{'.'.join(map(_toml_key, path))}]"
     for key, value in table.items():

@@ -34,7 +34,7 @@ PRESETS = ("fp32", "bf16", "fp16")
 
 
 class Precision(Record, frozen=True):
-    """The dtypes of a training step. None: as the model has it (`compute`), or as `compute` (`reduce`)."""
+    """The dtypes of a training step. None is the model's own dtype, and for `reduce` that of `compute`."""
 
     parameter: DType | None = Field(
         default=None, description="what ranks hold; bfloat16 or float16: with fp32 master weights"
@@ -51,23 +51,23 @@ class Precision(Record, frozen=True):
     loss_scale: LossScale | None = Field(default=None, description="loss scaling; None: where compute is float16")
 
     def scaling(self) -> LossScale | None:
-        """The loss scale to use, None for none."""
+        """Return the loss scale to use, or None for none."""
         return self.loss_scale or (LossScale() if (self.compute or self.parameter) == "float16" else None)
 
     def dtype(self, field: str) -> Any:
-        """The torch dtype of a field, None where it is None."""
+        """Return the torch dtype of a field, or None where the field is None."""
         import torch
 
         name = getattr(self, field)
         return getattr(torch, name) if name is not None else None
 
     def state_dtype(self) -> Any:
-        """The torch dtype of optimizer states."""
+        """Return the torch dtype of optimizer states."""
         return self.dtype("optimizer_state")
 
 
 def precision_of(value: Any) -> Any:
-    """A short name as it is, a table as a record."""
+    """Return a short name as it is, and a table as a record. Raises `PlanError` for an unknown name."""
     if isinstance(value, Precision):
         return value
     if isinstance(value, dict):
@@ -79,7 +79,7 @@ def precision_of(value: Any) -> Any:
 
 
 def preset(name: str, numerics: str | None) -> Precision:
-    """What "fp32", "bf16" and "fp16" mean (the table above)."""
+    """Return what "fp32", "bf16" and "fp16" mean (the table above)."""
     if name == "fp32":
         return Precision()
     low: Any = {"bf16": "bfloat16", "fp16": "float16"}[name]

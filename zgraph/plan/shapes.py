@@ -18,11 +18,11 @@ FIXED_BY: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("mesh.cp", lambda plan: plan.mesh.get("cp", 1) != 1, "context parallelism divides sequences of one length"),
     ("tiles", lambda plan: bool(plan.tiles), "tiles cut values of one size"),
 )
-"""The fields of a plan with which each size is a program of its own: where, when, and why."""
+"""The fields of a plan that need a program of its own for each size: where, when, and why."""
 
 
 def fixed_by(plan: Any) -> tuple[str, str] | None:
-    """(the field, why) with which all sizes of a plan's programs are numbers; None where they need not be."""
+    """Return (the field, why) if a field makes all sizes of a plan's programs numbers, or None."""
     return next(((where, why) for where, when, why in FIXED_BY if when(plan)), None)
 
 
@@ -35,8 +35,8 @@ def _name(given: str) -> str:
 class Size(Record, frozen=True):
     """A size that differs from call to call, by name: sizes of one name are equal in every call.
 
-    `max` is the largest that it will be (none: nothing is known), `typical` the one for which decisions about time are made (none: that of
-    the first call). It is 2 at least: a size of 1 is a program of its own.
+    Without `max` no bound is known; without `typical` decisions about time are made for the size of the first call. It
+    is at least 2: a size of 1 is a program of its own.
     """
 
     name: Annotated[str, AfterValidator(_name)] = Field(description='its name: "seq"')
@@ -60,11 +60,11 @@ def _size(given: Any) -> Any:
 
 
 VALUE = "value"
-"""Of an argument whose values are constants of a program."""
+"""Marks an argument of `forward` whose values are constants of a program."""
 
 
 def _dimensions(given: Any) -> Any:
-    """Dimensions as files can write them: in order, as text."""
+    """Return dimensions as files can write them: in order, as text."""
     if given == VALUE:
         return given
     if not isinstance(given, Mapping):
@@ -84,17 +84,17 @@ Dynamic = dict[str, Annotated[Dimensions | Literal["value"], BeforeValidator(_di
 
 
 def sizes_in(dynamic: Mapping[str, Any]) -> dict[str, Dimensions]:
-    """The arguments of which sizes are declared, with these."""
+    """Return the arguments that have declared sizes, with these."""
     return {argument: told for argument, told in dynamic.items() if told != VALUE}
 
 
 def values_in(dynamic: Mapping[str, Any]) -> frozenset[str]:
-    """The arguments whose values are declared to be constants."""
+    """Return the arguments whose values are declared to be constants."""
     return frozenset(argument for argument, told in dynamic.items() if told == VALUE)
 
 
 def declared(dynamic: Dynamic) -> dict[str, Size]:
-    """Each size by its name, as the places that say most about it do. Raises `PlanError` for places that differ."""
+    """Return each size by its name, from the place that says most about it. Raises `PlanError` where places differ."""
     found: dict[str, Size] = {}
     for argument, dimensions in sizes_in(dynamic).items():
         for size in dimensions.values():
@@ -107,11 +107,12 @@ def declared(dynamic: Dynamic) -> dict[str, Size]:
 
 
 UNPADDED = "none"
-"""Of an input that is given as it is, though a dimension of it may have the padded size by chance."""
+"""Marks an input that is not padded, though one of its dimensions may have the padded size by chance."""
 
 
 class Pad(Record, frozen=True):
-    """With what an input is padded, at the end of which dimensions, and which size these are of: those of one name are equal in every call."""
+    """How an input is padded: with which value, at the end of which dimensions, and to which size. Sizes of one name
+    are equal in every call."""
 
     value: StrictBool | StrictInt | StrictFloat = Field(description="what is put behind its own values")
     dims: tuple[Annotated[StrictInt, Field(ge=0)], ...] = Field(
@@ -146,7 +147,7 @@ def _ascending(buckets: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class Buckets(Record, frozen=True):
-    """Sizes that inputs are padded to inside of a call: the next of the `buckets` that holds the batches of all ranks."""
+    """Sizes that inputs are padded to within a call: the next of the `buckets` that holds the batches of all ranks."""
 
     buckets: Annotated[tuple[StrictInt, ...], AfterValidator(_ascending)] = Field(
         description="the sizes, in ascending order"
@@ -168,7 +169,7 @@ class Buckets(Record, frozen=True):
         return self
 
     def padded(self) -> dict[str, Pad]:
-        """The inputs that are padded."""
+        """Return the inputs that are padded."""
         return {name: pad for name, pad in self.pad.items() if isinstance(pad, Pad)}
 
 
@@ -194,7 +195,7 @@ class Hot(Record, frozen=True):
 
 
 def shapes_of(given: Any) -> Any:
-    """A word as it is, a table as `Buckets` or `Hot`."""
+    """Return a word as it is, and a table as `Buckets` or `Hot`. Raises `PlanError` for anything else."""
     words = ("auto", "static", "dynamic")
     if isinstance(given, (Buckets, Hot)):
         return given
@@ -210,10 +211,10 @@ def shapes_of(given: Any) -> Any:
 
 
 def buckets_of(plan: Any) -> Buckets | None:
-    """What a plan pads to; None where it pads nothing."""
+    """Return what a plan pads to, or None where it pads nothing."""
     return plan.shapes if isinstance(plan.shapes, Buckets) else None
 
 
 def hot_of(plan: Any) -> Hot | None:
-    """Which sizes of a plan have static programs of their own besides; None where none have."""
+    """Return which sizes of a plan have static programs of their own as well, or None where none have."""
     return plan.shapes if isinstance(plan.shapes, Hot) else None

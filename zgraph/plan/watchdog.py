@@ -1,4 +1,5 @@
-"""What a plan says of watching a run: how long ranks wait for each other, how often each says where it is. Nothing here imports torch."""
+"""What a plan says of watching a run: how long ranks wait for each other, how often each reports its position. Nothing
+here imports torch."""
 
 from __future__ import annotations
 
@@ -10,20 +11,23 @@ from zgraph.record import Record
 
 __all__ = ["Watch"]
 
-SOON = 2.5  # seconds: heartbeats that are further apart tell too late of ranks that differ
+SOON = 2.5  # seconds: heartbeats that are further apart would report ranks that differ too late
 
 
 class Watch(Record, frozen=True):
-    """How ranks watch each other. A rank that others wait for is reported by them: where it is, or that it is gone.
+    """How ranks watch each other: a rank that others wait for is reported by them, with its position, or as gone.
 
-    `timeout` is what a collective of the plan's mesh may take until all ranks are there: more than one rank may read data longer than
-    another. While programs are compiled and checkpoints saved or loaded it does not hold. It is set on the process groups of the mesh, so
-    also on a default group that is one of them. Over NCCL it is the time after which torch ends the process. Heartbeats go through the
-    default group's store, from a thread.
+    `timeout` is how long a collective of the plan's mesh may take until all ranks have reached it: longer than any
+    rank may be behind another, reading data for example. It does not apply while programs are compiled and checkpoints
+    are saved or loaded. It is set on the process groups of the mesh, so also on a default group that is one of them.
+    Over NCCL it is the time after which torch ends the process. Heartbeats go through the default group's store, from
+    a thread.
 
-    `vote` says when ranks compare what they are about to do. By "step" it is once a step, and where they do something for the first time: what
-    follows as it did before needs no vote. Ranks that differ there find it by their heartbeats, within seconds: all raise the same error, and
-    their process groups are shut. So it is only where heartbeats are at most 2.5 s apart. By "call" it is before each forward, backward and update.
+    `vote` says when ranks compare what they are about to do. With "step" they do it once a step, and before what they
+    do for the first time: what follows as it did before needs no vote. Ranks that differ all the same find out by
+    their heartbeats, within seconds: all raise the same error, and their process groups are shut down. So "step" needs
+    heartbeats that are at most 2.5 s apart; with fewer, or with "call", ranks vote before each forward, backward and
+    update.
     """
 
     timeout: Annotated[float, Field(gt=0)] | None = Field(

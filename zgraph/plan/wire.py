@@ -1,4 +1,4 @@
-"""What a plan says of the bits that weights and gradients have on a link."""
+"""What a plan says of the number of bits in which weights and gradients are sent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ Rounding = Literal["nearest", "stochastic"]
 
 
 class Wire(Record, frozen=True):
-    """In how many bits weights are gathered and gradients scattered. Formats with 8 and 4 bits have a scale for each block of elements."""
+    """In how many bits weights are gathered and gradients scattered. Formats with 8 and 4 bits have a scale for each
+    block of elements."""
 
     gather: Format = Field(default="same", description="of weights, where a rank's shard is sent to the others")
     reduce: Format = Field(default="same", description="of gradients, where they are sent to the rank that keeps them")

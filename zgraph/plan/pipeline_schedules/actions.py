@@ -33,16 +33,16 @@ class Kind(StrEnum):
 class Action:
     """One action. Stages and micro-batches count from 0."""
 
-    kind: Kind
-    stage: int
-    micro_batch: int
+    kind: Kind  # forward, backward, or a half of a backward
+    stage: int  # the pipeline stage
+    micro_batch: int  # the micro-batch
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.micro_batch}"
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """The action that "2F3" means. Raises `PlanError`."""
+        """Return the action that a text such as "2F3" means. Raises `PlanError`."""
         match = _ACTION.fullmatch(text.strip())
         if match is None:
             raise PlanError(

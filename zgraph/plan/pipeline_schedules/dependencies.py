@@ -1,8 +1,8 @@
-"""What an action of a schedule waits for.
+"""Which actions an action of a schedule waits for.
 
-A forward waits for the forwards of the stages that send to its own; a backward, whole or of inputs, for its own forward and for the
-backwards of the stages that its own sent to; a backward of weights for that of inputs. In a chain of stages those are the stage before and
-the stage after. A skip connection adds others.
+A forward waits for the forwards of the stages that send to its own; a backward, whole or of inputs, for its own
+forward and for the backwards of the stages that its own sends to; a backward of weights for that of inputs. In a chain
+of stages these are the stage before and the stage after. A skip connection adds others.
 """
 
 from __future__ import annotations
@@ -18,16 +18,14 @@ __all__ = ["Needs", "waits"]
 
 @dataclass(frozen=True)
 class Needs:
-    """Who sends to whom."""
+    """Which stages send to which."""
 
-    forward: tuple[tuple[int, ...], ...]
-    """For each stage the stages whose values its forward reads."""
-    backward: tuple[tuple[int, ...], ...]
-    """For each stage the stages whose backwards give it gradients."""
+    forward: tuple[tuple[int, ...], ...]  # for each stage the stages whose values its forward reads
+    backward: tuple[tuple[int, ...], ...]  # for each stage the stages whose backwards give it gradients
 
     @classmethod
     def chain(cls, stages: int) -> Needs:
-        """Each stage sends to the next."""
+        """Return the needs of a chain, in which each stage sends to the next."""
         return cls(
             tuple((stage - 1,) if stage else () for stage in range(stages)),
             tuple((stage + 1,) if stage + 1 < stages else () for stage in range(stages)),
@@ -35,7 +33,7 @@ class Needs:
 
 
 def waits(schedule: Schedule, needs: Needs | None = None) -> dict[Action, tuple[Action, ...]]:
-    """For each action those that must have ended before it; `needs` is a chain if it is None.
+    """Return, for each action, the actions that must have ended before it; without `needs` the stages are a chain.
 
     The schedule must have passed `check_table`. Raises `PlanError` where `needs` is of another number of stages.
     """
@@ -46,7 +44,7 @@ def waits(schedule: Schedule, needs: Needs | None = None) -> dict[Action, tuple[
             where="schedule",
         )
     actions = [action for rank in range(schedule.ranks) for action in schedule.of(rank)]
-    # What gives the stages before it their gradients: a B or an I, for each stage and micro-batch one of them.
+    # The backward that computes gradients for earlier stages: for each stage and micro-batch one B or one I.
     backwards = {(a.stage, a.micro_batch): a for a in actions if a.kind in (Kind.B, Kind.I)}
     found: dict[Action, tuple[Action, ...]] = {}
     for action in actions:

@@ -29,12 +29,9 @@ __all__ = ["check_name", "make_schedule"]
 
 
 class _Known(NamedTuple):
-    torch: str
-    """What torch calls it."""
-    virtual: int
-    """How many stages a rank has if the plan does not say."""
-    others: bool
-    """Whether it can be another number."""
+    torch: str  # what torch calls it
+    virtual: int  # stages on each rank if the plan does not say
+    others: bool  # whether another number of stages is possible
 
 
 _KNOWN = {
@@ -61,13 +58,13 @@ def check_name(name: str) -> None:
 
 
 def make_schedule(name: str, ranks: int, micro_batches: int, virtual: int | None = None) -> Schedule:
-    """The schedule that a plan names, for so many ranks of the mesh's "pp" and so many micro-batches.
+    """Return the schedule that a plan names, for `ranks` ranks of the mesh's "pp" and this number of micro-batches.
 
-    `virtual` is the number of stages a rank; None is what the schedule has by itself, in the table above. A file says it with its
-    actions, and a function is asked for one if it is None.
+    `virtual` is the number of stages on each rank; None is the schedule's own, in the table above. A file says it with
+    its actions, and a function is asked for one stage if it is None.
 
-    A schedule of torch's has passed `check` for a chain of stages. One of the user's own has passed `check_table` only: whether it
-    deadlocks depends on which stages send to which. Raises `PlanError`.
+    A schedule of torch's has passed `check` for a chain of stages. One of the user's own has passed `check_table`
+    only: whether it deadlocks depends on which stages send to which. Raises `PlanError`.
     """
     check_name(name)
     for key, number in (("mesh.pp", ranks), ("micro_batches", micro_batches), ("virtual_stages", virtual)):
@@ -104,7 +101,7 @@ def _torch_rows(name: str, ranks: int, virtual: int, micro_batches: int) -> list
     try:
         return rows_of(known, ranks, virtual, micro_batches)
     except (ValueError, AssertionError) as error:
-        # Every schedule can do a multiple of its stages.
+        # Every schedule takes a multiple of its stages as the number of micro-batches.
         most = -(-micro_batches // (ranks * virtual)) * ranks * virtual
         fewer = next(filter(fits, range(micro_batches - 1, 0, -1)), None)
         more = next(filter(fits, range(micro_batches + 1, most + 1)), None)

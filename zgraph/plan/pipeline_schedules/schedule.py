@@ -1,4 +1,5 @@
-"""What a schedule is: for each rank of a pipeline the actions of one step, in the order in which it runs them."""
+"""The definition of a schedule: for each rank of a pipeline the actions of one step, in the order in which it runs
+them."""
 
 from __future__ import annotations
 
@@ -13,19 +14,17 @@ __all__ = ["Schedule"]
 
 @dataclass(frozen=True)
 class Schedule:
-    """A table of actions. Nothing is said of whether it is a training step: see `zgraph.plan.pipeline_schedules.validity`."""
+    """A table of actions. Whether it is a training step is checked by `zgraph.plan.pipeline_schedules.validity`."""
 
-    name: str
-    """As the plan has it: a name, a CSV file or a function."""
-    micro_batches: int
-    rank_of: tuple[int, ...]
-    """For each stage the rank of the mesh's "pp" that owns it."""
+    name: str  # as in the plan: a name, a CSV file or a function
+    micro_batches: int  # how many micro-batches a step has
+    rank_of: tuple[int, ...]  # for each stage the rank of the mesh's "pp" that owns it
+    # for each rank its actions in order; None is a slot in which the table's author saw it idle: nothing waits for it
     rows: tuple[tuple[Action | None, ...], ...]
-    """For each rank its actions in order. None is a slot in which the table's author saw the rank idle; nothing waits for it."""
 
     @classmethod
     def from_rows(cls, name: str, rows: Sequence[Sequence[Action | None]], stages: int, micro_batches: int) -> Schedule:
-        """A schedule in which a stage is owned by the first rank whose row has actions of it.
+        """Return a schedule in which a stage is owned by the first rank whose row has actions of it.
 
         Raises `PlanError` where a stage has no action at all, or a rank none.
         """
@@ -64,9 +63,9 @@ class Schedule:
         return any(action is not None and action.kind is Kind.I for row in self.rows for action in row)
 
     def of(self, rank: int) -> tuple[Action, ...]:
-        """What a rank runs, in order."""
+        """Return what a rank runs, in order."""
         return tuple(action for action in self.rows[rank] if action is not None)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that a rank owns, first to last."""
+        """Return the stages that a rank owns, first to last."""
         return tuple(stage for stage, owner in enumerate(self.rank_of) if owner == rank)

@@ -1,12 +1,13 @@
-"""The tables of torch.distributed.pipelining's schedules; everything of its private parts that schedules need is here.
+"""The tables of torch.distributed.pipelining's schedules; everything that schedules need of its private parts is here.
 
-torch's classes make the whole table when they are made, from little more than the number of stages and ranks. So they are made with
-stages that have nothing else, and only their tables are read. Two tables come from the functions that these classes call instead:
+torch's classes compute the whole table when they are created, from little more than the number of stages and ranks. So
+they are created with stages that have nothing else, and only their tables are read. Two tables come from the functions
+that these classes call instead:
 
-- 1F1B. The table of torch's class numbers the last rank's forwards from 1 (nothing in torch runs it: the class has a loop of its own), and the
-  class refuses fewer micro-batches than stages, which 1F1B can do.
-- Zero bubble with one stage a rank (ZB-H1, https://arxiv.org/abs/2401.10241). It is the class's own table; only the rule of the
-  interleaved schedule, that micro-batches divide into rounds, has no meaning there.
+  - 1F1B. The table of torch's class numbers the last rank's forwards from 1 (nothing in torch runs it: the class has a loop of its own),
+    and the class refuses fewer micro-batches than stages, which 1F1B can do.
+  - Zero bubble with one stage a rank (ZB-H1, https://arxiv.org/abs/2401.10241). It is the class's own table; only the rule of the
+    interleaved schedule, that micro-batches divide into rounds, has no meaning there.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ _KINDS = {kind.value for kind in Kind}
 
 
 def rows_of(name: str, ranks: int, virtual: int, micro_batches: int) -> list[list[Action | None]]:
-    """For each rank the actions of torch's schedule of that name (`get_schedule_class`), with so many stages a rank.
+    """Return, for each rank, the actions of torch's schedule of this name (`get_schedule_class`), with `virtual`
+    stages on each rank.
 
     Raises `ValueError`, or `AssertionError`, with torch's words, for numbers that the schedule can't have.
     """
@@ -40,14 +42,16 @@ def rows_of(name: str, ranks: int, virtual: int, micro_batches: int) -> list[lis
 
 
 def _stage(index: int, ranks: int, virtual: int) -> Any:
-    """What the classes read of a stage of rank 0. Their tables are of all ranks, whichever asks."""
+    """Return a stand-in for a stage of rank 0, with what torch's classes read of it. Their tables are of all ranks,
+    whichever asks."""
     return SimpleNamespace(
         stage_index=index * ranks, num_stages=ranks * virtual, group_rank=0, group_size=ranks, submod=None
     )
 
 
 def _one_stage(rank: int, ranks: int, micro_batches: int, zero_bubble: bool) -> list[Any]:
-    """A row of 1F1B or ZB-H1: the first rank runs as many forwards ahead as there are ranks behind it, the last none."""
+    """Return a rank's row of 1F1B or ZB-H1: the first rank runs as many forwards ahead as there are ranks behind it,
+    the last none."""
     ahead = schedules._get_warmup_ops(rank, 1, micro_batches, ranks, micro_batches, multiply_factor=1)
     return schedules._get_1f1b_rank_ops(
         1,
@@ -58,14 +62,17 @@ def _one_stage(rank: int, ranks: int, micro_batches: int, zero_bubble: bool) -> 
         rank,
         lambda _: rank,
         lambda _: rank,
-        # ZB-H1 puts off the backwards of weights by as many micro-batches as 1F1B would have let that rank store more.
+        # ZB-H1 delays the backwards of weights by `rank` micro-batches: 1F1B stores that many fewer on this rank than on the first.
         num_1f1b_microbatches=rank if zero_bubble else 0,
         enable_zero_bubble=zero_bubble,
     )
 
 
 def _ours(theirs: Any) -> list[Action | None]:
-    """torch's action as ours. A pair that torch may overlap becomes its two actions; what is no computation goes."""
+    """Return torch's action as actions of ours.
+
+    A pair that torch may overlap becomes its two actions; what computes nothing is left out.
+    """
     if theirs is None:
         return [None]
     if theirs.sub_actions is not None:

@@ -1,7 +1,8 @@
 """Schedules of the user's own: tables in CSV files and from functions.
 
-A CSV file is one of torch.distributed.pipelining: a row for each rank, in a cell an action ("2F3") or nothing. Where torch
-has written its transfers, gathers and reductions into it ("2SEND_F3", "2UNSHARD"), they are left out: zgraph finds its own.
+A CSV file has the format of torch.distributed.pipelining: a row for each rank, in each cell an action ("2F3") or
+nothing. Where torch has written its transfers, gathers and reductions into it ("2SEND_F3", "2UNSHARD"), they are left
+out: zgraph finds its own.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ Rows = list[list[Action | None]]
 
 
 def is_own(name: str) -> bool:
-    """Whether a plan's schedule is a file or a function, rather than a name."""
+    """Return whether a plan's schedule is a file or a function, rather than a name."""
     return name.casefold().endswith(".csv") or _FUNCTION.fullmatch(name) is not None
 
 
 def read_csv(path: str) -> Rows:
-    """The rows of a file. Raises `PlanError`, with row and cell counted from 1."""
+    """Return the rows of a file. Raises `PlanError`, with row and cell counted from 1."""
     try:
         with Path(path).open(newline="", encoding="utf-8") as file:
             cells = [row for row in csv.reader(file) if row]
@@ -44,7 +45,8 @@ def read_csv(path: str) -> Rows:
 
 
 def call_function(reference: str, ranks: int, stages: int, micro_batches: int) -> Rows:
-    """The rows that a function of the user's gives: for each rank a list of actions, as `Action`, as text, or None for an idle slot.
+    """Return the rows that a user's function gives: for each rank a list of actions, as `Action`, as text, or None for
+    an idle slot.
 
     `reference` is "package.module:function"; it is called with `(ranks, stages, micro_batches)`. Raises `PlanError`.
     """
@@ -79,7 +81,7 @@ def call_function(reference: str, ranks: int, stages: int, micro_batches: int) -
 
 
 def save_csv(schedule: Schedule, path: str | Path) -> None:
-    """Writes a schedule as torch and `read_csv` read it. Raises `OSError`."""
+    """Write a schedule as torch and `read_csv` read it. Raises `OSError`."""
     with Path(path).open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows(["" if action is None else str(action) for action in row] for row in schedule.rows)
 
@@ -89,7 +91,7 @@ def _is_list(value: object) -> bool:
 
 
 def _actions(cell: object, place: str) -> list[Action | None]:
-    """What a cell says. A pair that torch may overlap becomes its two actions."""
+    """Return the actions of a cell. A pair that torch may overlap becomes its two actions."""
     if not isinstance(cell, str | Action | None):
         raise PlanError(f"{place}: {str(cell)[:80]!r} is no action but {type(cell).__name__}", where="schedule")
     # An action is read again from its text, so that what a user made of other types is refused.

@@ -1,8 +1,8 @@
-"""Whether a table of actions is a training step: each forward and backward once, in an order that ranks can run.
+"""Checks that a table of actions is a training step: each forward and backward once, in an order that ranks can run.
 
-The first half looks at each row and each stage alone. The second runs the table without doing anything: each rank takes its actions in
-order, and one that waits for others stands until they are done. Where no rank can go on there is a cycle of ranks that wait for each other,
-and it is what the error shows.
+The first half checks each row and each stage alone. The second runs the table without computing anything: each rank
+takes its actions in order, and one that waits for others stops until they are done. Where no rank can go on there is a
+cycle of ranks that wait for each other, which the error shows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def check(schedule: Schedule, needs: Needs | None = None) -> None:
 
 
 def check_table(schedule: Schedule) -> None:
-    """All of `check` that does not depend on which stage sends to which. Raises `PlanError`."""
+    """Check all that `check` does, except for what depends on which stage sends to which. Raises `PlanError`."""
     places: dict[Action, int] = {}
     for rank, row in enumerate(schedule.rows):
         for place, action in enumerate(row):
@@ -60,7 +60,7 @@ def _check_place(schedule: Schedule, action: Action, rank: int) -> None:
 
 
 def _check_pair(schedule: Schedule, places: Mapping[Action, int], stage: int, micro_batch: int) -> None:
-    """One stage and micro-batch: F and then B, or F, I and then W. All of them stand in one row."""
+    """Check that one stage and micro-batch has F and then B, or F, I and then W, all in one row."""
     forward, backward, inputs, weights = (Action(kind, stage, micro_batch) for kind in (Kind.F, Kind.B, Kind.I, Kind.W))
     rank = schedule.rank_of[stage]
     halves = [half for half in (inputs, weights) if half in places]
@@ -80,9 +80,11 @@ def _check_pair(schedule: Schedule, places: Mapping[Action, int], stage: int, mi
 
 
 def in_order(schedule: Schedule, waiting: Mapping[Action, tuple[Action, ...]]) -> list[Action]:
-    """All actions in an order in which each comes after those it waits for, and after those before it in its row.
+    """Return all actions in an order in which each comes after those it waits for, and after those before it in its
+    row.
 
-    `waiting` is what `zgraph.plan.pipeline_schedules.dependencies.waits` gives. Raises `PlanError` for a deadlock, with a cycle of waiting ranks.
+    `waiting` is what `zgraph.plan.pipeline_schedules.dependencies.waits` gives. Raises `PlanError` for a deadlock,
+    with a cycle of waiting ranks.
     """
     rows = [schedule.of(rank) for rank in range(schedule.ranks)]
     at = [0] * len(rows)
@@ -111,7 +113,11 @@ def _first_not_in(done: Mapping[Action, None], needed: tuple[Action, ...]) -> Ac
 
 
 def _cycle(schedule: Schedule, heads: Mapping[int, Action], missing: Mapping[int, Action]) -> str:
-    """Each stuck rank waits for an action of another stuck rank, or its own, so following them comes back to one seen before."""
+    """Return a cycle of ranks that wait for each other, as text.
+
+    Each stuck rank waits for an action of another stuck rank, or its own, so following them comes back to a rank seen
+    before.
+    """
     circle: list[int] = []
     rank = next(iter(heads))
     while rank not in circle:
