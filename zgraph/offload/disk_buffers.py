@@ -68,7 +68,7 @@ class Staging:
         if limit < BLOCK or threads < 1:
             raise ValueError(f"staging_bytes is {limit}, threads is {threads}: at least {BLOCK} and 1 are needed")
         self.size = min(max(limit // threads // BLOCK * BLOCK, BLOCK), PIECE)
-        self.left = min(limit // self.size, threads)  # buffers that may still be made
+        self.left = min(limit // self.size, threads)  # buffers that may still be allocated
         self.peak = 0
         self._spare: list[Buffer] = []
         self._changed = threading.Condition()

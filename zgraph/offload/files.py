@@ -380,9 +380,8 @@ class FileStore:
 
     def _read_piece(self, job: _Job, piece: int) -> None:
         slot, begin = job.slots[0], piece * PIECE
-        if slot.broken and (
-            job.version is None or job.version == slot.failed
-        ):  # (else it was overwritten since, as a tensor)
+        # (with another version it was overwritten since, as a tensor)
+        if slot.broken and (job.version is None or job.version == slot.failed):
             raise OffloadError(
                 "a tensor can't be read",
                 where=str(self.folder),
@@ -451,7 +450,7 @@ class FileStore:
             hint = "raise the largest size of a file: ulimit -f"
         return OffloadError(f"can't {operation} a tensor in a file", where=str(self.folder), why=why, hint=hint)
 
-    # The whole
+    # The store as a whole
 
     def preflight(self, needed: int) -> Preflight:
         """Measure what the folder's disk can do by writing and reading up to 64 MiB, which are not counted in

@@ -64,7 +64,7 @@ class Tiers:
         self.plan = plan
         self.preflight: Preflight | None = None
         self._tiers: dict[str, Tier] = {}
-        if "cpu" in plan.tiers() or (plan.tiers() and device.type == "cuda"):  # (updates on the host go through it)
+        if "cpu" in plan.tiers() or (plan.tiers() and device.type == "cuda"):  # (updates on the host use it)
             self._tiers["cpu"] = HostMemory(device)
         folder = plan.folder()
         if folder is not None and "nvme" in plan.tiers():

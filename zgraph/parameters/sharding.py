@@ -246,7 +246,8 @@ class Shards:
         mine = local_of(param)
         if mine.is_meta and spec.home is None and spec.name not in self.elsewhere | self.pending:
             return "on the meta device", "on a real one"
-        stride = spec.shard_stride if isinstance(param, DTensor) else spec.whole_stride  # (whole: of another stage)
+        # (a plain tensor belongs to another stage)
+        stride = spec.shard_stride if isinstance(param, DTensor) else spec.whole_stride
         now = mine.stride()
         if (
             now != stride
@@ -702,7 +703,7 @@ def _materialise(shards: Shards, device: torch.device, seed: int, elsewhere: Col
             child._parameters[key] = old
             assert whole is not None
             if isinstance(old, DTensor) or names[id(old)] in elsewhere:
-                continue  # (tied to one that has its values, or another stage's)
+                continue  # (tied to a parameter that has its values, or stored by another stage)
             if _is_unset(whole.detach()):
                 shards.pending.add(names[id(old)])
             shards.install(names[id(old)], whole.detach())

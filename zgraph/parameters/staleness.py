@@ -23,7 +23,7 @@ class Unchanged:
         self.shards = shards
         self.device = device
         self.what = what
-        self._answer: torch.Tensor | None = None  # (pinned)
+        self._answer: torch.Tensor | None = None  # in pinned memory
         self._there: Any = None
         self._late = False
 

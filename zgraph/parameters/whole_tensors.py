@@ -133,7 +133,9 @@ def _gather(bucket: Sequence[tuple[Wanted, _Rows]], device: torch.device) -> Ite
     parts = got.view(ranks, -1).split(sizes, dim=1)
     for (item, rows), part in zip(bucket, parts, strict=True):
         shape = [item.tensor.shape[d] for d in rows.order]
-        whole = part.reshape(ranks * rows.count, *shape[1:])[: shape[0]]  # (one of its own bucket is a view of it)
+        whole = part.reshape(ranks * rows.count, *shape[1:])[
+            : shape[0]
+        ]  # (a view, if the tensor is alone in its bucket)
         if len(bucket) > 1 and whole.data_ptr() == part.data_ptr():  # (if each rank has a single element, say)
             whole = whole.clone()
         inverse = sorted(range(len(shape)), key=rows.order.__getitem__)

@@ -45,9 +45,8 @@ class Course:
     """
 
     of_all: ClassVar[weakref.WeakSet[Course]] = weakref.WeakSet()
-    last: ClassVar[weakref.WeakValueDictionary[tuple[int, ...], Course]] = (
-        weakref.WeakValueDictionary()
-    )  # by ranks: the course that was last in an act
+    # by ranks: the course that was last in an act
+    last: ClassVar[weakref.WeakValueDictionary[tuple[int, ...], Course]] = weakref.WeakValueDictionary()
 
     def __init__(self, name: str, ranks: Sequence[int], groups: Sequence[Any]) -> None:
         self.ranks = tuple(ranks)
@@ -57,9 +56,8 @@ class Course:
         self._voted_before = 0  # the position of the vote before it
         self.past: list[Act] = []  # acts since the last vote
         self.coming: Callable[[], Coming] | None = None
-        self.compare: Callable[[Sequence[Any]], str | None] = lambda said: (
-            None
-        )  # says how ranks differ that announced this about an update
+        # says how ranks differ that announced this about an update
+        self.compare: Callable[[Sequence[Any]], str | None] = lambda said: None
         self.said: Coming | None = None  # what this rank has announced about the update that it is about to run
         self.agreed: Coming | None = None  # what all ranks announced alike about the coming update, in the last vote
         self.active = True
@@ -138,9 +136,8 @@ class Course:
         self.raise_difference()
         with self._lock:
             waits = self._waits()
-            if (
-                self._voted_before < waits < self.position
-            ):  # (another rank waits where this rank went past: that one differed first)
+            # (if another rank waits where this rank went past, that one differed first)
+            if self._voted_before < waits < self.position:
                 self._store.set(_PASSED, json.dumps([waits, process_groups.my_rank()]))
             elif waits != self.position:
                 self._store.set(_WAITS, str(self.position))

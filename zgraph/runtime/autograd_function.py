@@ -1,4 +1,4 @@
-"""A forward and its backward as autograd sees them: one function, whose backward runs the compiled backward."""
+"""Presents a forward and its backward to autograd as one function, whose backward runs the compiled backward."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Runs(Protocol):
 
 
 class Step(torch.autograd.Function):
-    """One forward and its backward, as autograd sees them."""
+    """One forward and its backward, as a function of autograd."""
 
     @staticmethod
     def forward(
@@ -120,7 +120,7 @@ class Step(torch.autograd.Function):
         ctx.kept = dict(runtime.unsharded.weights) if step.keeps else {}
         ctx.versions = Versions(entry.trace, step, ctx.saved.sharing, runtime.shards.version)
         ctx.versions.note(flat, outputs)
-        # (an output itself would hold this context, which holds it)
+        # (an output itself would refer to this context, which would refer to it)
         ctx.numbers = {i: v.detach() for i, v in enumerate(outputs) if nonfinite is not None and _is_number(v)}
         ctx.seen = {i: weakref.ref(outputs[i]) for i in entry.trace.upstream}
         plain = [

@@ -81,14 +81,14 @@ class CallSizes:
 
     @property
     def key(self) -> str:
-        """The key of the program that serves it; of calls that differ in sizes alone it is one."""
+        """The key of the program that serves this call: the same for calls that differ only in sizes that are symbols."""
         if self.family is None or not self.family.serves(self.call):
             return self.call.text(given=self.family.given if self.family is not None else ())
         return self.call.text(self.family.names, self.family.given)
 
     @property
     def point(self) -> Mapping[str, int]:
-        """The sizes that are symbols in its program, by their names."""
+        """The values of the sizes that are symbols in this call's program, by name."""
         return self.family.point(self.call) if self.family is not None else {}
 
     def take_in(self, calls: Sequence[RankCall]) -> None:
@@ -151,7 +151,7 @@ class CallSizes:
         family = self.family
         names = set(self.point) - self._fixed
         told = names.intersection(error.sizes if isinstance(error, SizeError) else ())
-        if self.gives_numbers and names and not told:  # (then numbers may be why)
+        if self.gives_numbers and names and not told:  # (the Python numbers may be the reason)
             self.gives_numbers = False
             return True
         if family is None or not names or (refused is not None and not self._alike):

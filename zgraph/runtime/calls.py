@@ -57,7 +57,7 @@ class _Found:
 
     @property
     def ballot(self) -> str:
-        """What ranks must have alike of it."""
+        """What ranks must agree on: the program, and whether it is new."""
         return f"{shared(self.key)}; {'new' if self.new else 'known'}"
 
 
@@ -133,7 +133,7 @@ class Calls:
         program yet, or ranks have to learn from it, each call votes by itself later.
         """
         rank = self.rank
-        if not rank.acts.by_steps() or buckets_of(rank.plan) is not None:  # (what is padded is known call by call)
+        if not rank.acts.by_steps() or buckets_of(rank.plan) is not None:  # (padding is only agreed on call by call)
             return
         own = rank.shards.refresh()
         rank.shards.fetch()
@@ -192,7 +192,7 @@ class Calls:
             leave(entries[oldest])
             del entries[oldest], self._bound[oldest], self._last[oldest]
             self._states[oldest.split(_STATE)[0]].remove(oldest)
-            fake_tensors.forget_results()  # (it keeps what it was asked for each program)
+            fake_tensors.forget_results()  # (their cache grows with each program)
         return key, entries[key]
 
     def _find_together(self, sizes: CallSizes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Found:
@@ -297,9 +297,8 @@ class Calls:
                     raise
             else:
                 sizes.settled(entry)
-                if (
-                    sizes.key != found.key.split(_STATE)[0]
-                ):  # (a number that was to be an input of the program is a constant in it)
+                # (a number that was to be an input of the program may be a constant in it)
+                if sizes.key != found.key.split(_STATE)[0]:
                     found = dataclasses.replace(found, key=self._new_key(sizes))
                 self._keep(found, entry, sizes)
                 asked = self._asked(sizes, refused=bool(sizes.point) and not entry.holds(sizes.point))

@@ -1,4 +1,4 @@
-"""Refuses a step that does not fit: into the plan's memory budget, or onto the disk that the plan offloads to."""
+"""Refuses a step that does not fit into the plan's memory budget, or onto the disk that the plan offloads to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The models of this process that are compiled and alive."""
+"""Keeps track of the compiled models of this process that are alive."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from torch import nn
 
 from zgraph.parameters.sharding import local_of
 
-_compiled: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()  # by their addresses
-_WORTH_COLLECTING = 2**20  # bytes of weights that are worth a run of Python's collector (0.2 s)
+_compiled: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()  # by id
+_WORTH_COLLECTING = 2**20  # bytes of weights for which a run of Python's garbage collector pays (0.2 s)
 
 
 class Compiled:
-    """The base of what stands in a compiled module's `__dict__` as "zgraph"."""
+    """The base of the object that a compiled module has in its `__dict__` as "zgraph"."""
 
 
 def remember(module: nn.Module) -> None:
-    """Count a module as compiled, for as long as it lives."""
+    """Register a module as compiled, for as long as it lives."""
     _compiled[id(module)] = module
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Tell whether this very module was compiled (and not one that holds it, or that it holds)."""
+    """Return whether exactly this module was compiled (not one that contains it, or that it contains)."""
     return isinstance(module.__dict__.get("zgraph"), Compiled)
 
 

@@ -12,7 +12,7 @@ KEYS = ("skipped", "scale", "exhausted", "nonfinite")
 
 
 class Late:
-    """`skipped`, `scale`, `exhausted` and `nonfinite` as they were after the update before the last `read`."""
+    """The values `skipped`, `scale`, `exhausted` and `nonfinite`, as of the update before the last `read`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

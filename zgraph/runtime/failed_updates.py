@@ -9,7 +9,7 @@ from zgraph.parameters.sharding import Shards
 
 
 class Consistency:
-    """Whether one compiled module's weights and optimizer states are of the same step."""
+    """A record of whether one compiled module's weights and optimizer states are of the same step."""
 
     def __init__(self, shards: Shards) -> None:
         self.shards = shards

@@ -37,10 +37,10 @@ logger = logging.getLogger(__name__)
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 Lengths = Mapping[str, int]
-"""Sizes by their names in the plan."""
+"""Sizes, by their names in the plan."""
 
 Follows = Mapping[int, Mapping[int, str]]
-"""Which dimensions of flat outputs have the padded size: its name."""
+"""By flat output and dimension: the name of the padded size that the dimension follows."""
 
 
 @dataclass(frozen=True)
@@ -348,7 +348,7 @@ class PaddedCalls:
         return {
             at: Cut(tuple(outputs[at].shape), {dim: padded.real[name] for dim, name in dims.items()}, copied)
             for at, dims in follows.items()
-            if outputs[at] is not None  # (another stage's rank may have it)
+            if outputs[at] is not None  # (None: a rank of another stage has it)
         }
 
     def refuse_written(self, written: Sequence[int], flat: Sequence[Any]) -> None:

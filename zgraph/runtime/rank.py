@@ -64,9 +64,8 @@ class Saver(Protocol):
 class RankContext:
     """A rank's position and what it schedules from, the same for all parts of one compiled model."""
 
-    sizes: dict[
-        str, int
-    ]  # of the mesh: of the ranks that run the same programs (of one stage, where there is a pipeline)
+    # of the mesh of the ranks that run the same programs (in a pipeline: of one stage), by dimension
+    sizes: dict[str, int]
     mesh: DeviceMesh | None  # of these ranks; None in one process without a process group
     device: torch.device  # the device that the rank computes on
     agreement: Agreement  # of these ranks
@@ -127,9 +126,8 @@ class Rank(abc.ABC):
             for d in self.sizes
             if self.mesh is not None
         }
-        self.shares = shares_of(
-            plan
-        )  # of the optimizer's states that may be offloaded: one, once the first program has chosen
+        # of the optimizer's states that may be offloaded: a single one, once the first program has chosen it
+        self.shares = shares_of(plan)
         self.entries: dict[str, Entry] = {}
         self.memory = StepMemory(self.device)
         self.votes = Votes(plan, self.mesh, self.sizes, self.device, self.agreement, self.everyone)

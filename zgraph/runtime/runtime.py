@@ -51,8 +51,8 @@ from zgraph.runtime.unsharded_weights import UnshardedWeights
 from zgraph.runtime.updater import Updater
 from zgraph.torch_compat import autograd_state
 
-# Inputs of a backward that somebody else may hold when it is over: not a parameter (`owned` sees that its storage has another holder), and
-# not a gradient that waited, which was taken.
+# Roles of a backward's inputs that others may still hold when it ends: not parameters (`owned` sees that their storage
+# has another holder), and not pending gradients, which were taken.
 _STAY = frozenset(InputRole) - {InputRole.PARAMETER, InputRole.ACCUMULATOR}
 _STAY_BUT_SAVED = _STAY - {InputRole.SAVED}
 _USERS = (InputRole.INPUT, InputRole.BUFFER, InputRole.CONSTANT)
@@ -99,11 +99,11 @@ class Runtime(Rank):
 
     @property
     def updates(self) -> int:
-        """Optimizer steps so far, those that were skipped included."""
+        """The number of optimizer steps so far, including skipped ones."""
         return self.own_steps if self.updater.optimizer is None else self.updater.calls
 
     def end_own_step(self) -> None:
-        """End the step before this call, if its update was the user's own."""
+        """End the step before this call, if its update was made by the user's own optimizer."""
         if self.plan.optimizer is None and self.clock.reduced:
             self.clock.end_step()
 
@@ -324,7 +324,7 @@ class Runtime(Rank):
         residuals = self.updater.residuals
         inputs = self._of_call(step, flat).and_for_call(
             {
-                InputRole.SAVED: lambda _: next(left),  # (in the backward's order)
+                InputRole.SAVED: lambda _: next(left),  # (saved in the order in which the backward takes them)
                 InputRole.TANGENT: tangents.__getitem__,
                 InputRole.ACCUMULATOR: lambda n: (self.waiting.take if n in reduction.added else self.waiting.zeros)(n),
                 InputRole.UNSHARDED: unsharded.__getitem__,
@@ -396,7 +396,7 @@ class Runtime(Rank):
         return sorted(found, key=lambda r: -r.seconds)
 
     def timings(self, tokens: int | None, peak_flops: float | None) -> Timings:
-        """See `zgraph.api.handle.Handle.timings`."""
+        """Return the timings of the last steps (see `zgraph.api.handle.Handle.timings`)."""
         mine = median_step(self.clock)
         self.clock.wants_sample = True
         ranks = self.everyone.gather("timings", mine)

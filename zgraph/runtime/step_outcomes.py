@@ -1,4 +1,4 @@
-"""What became of each step: taken, skipped for an overflow, or not finite. The host reads it one step late.
+"""Reads the outcome of each step, one step late: taken, skipped for an overflow, or not finite.
 
 [Note: no waiting] Whether a step is skipped, the loss scale and the number of updates live on the device. A copy to pinned memory is
 started after each update and read before the next, when the device has long been given the next forward and backward. Only half

@@ -17,9 +17,8 @@ class UnshardedWeights:
         self.weights: dict[str, torch.Tensor] = {}
         self._shards = shards
         self._versions: dict[str, tuple[int, ...]] = {}
-        self._words: dict[
-            str, tuple[torch.Tensor, torch.dtype]
-        ] = {}  # the bits of this rank's rows, if the host can read them
+        # (the bits, the dtype) of this rank's rows, if the host can read them
+        self._words: dict[str, tuple[torch.Tensor, torch.dtype]] = {}
         self._unchanged = Unchanged(shards, device, "an earlier forward had gathered them")
 
     def keep(self, name: str, weight: torch.Tensor) -> None:

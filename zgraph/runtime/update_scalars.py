@@ -77,7 +77,7 @@ class UpdateNumbers:
         if options.factor:
             factor = torch.as_tensor(self.factor, dtype=torch.float64).to(device).reshape(1)
             vector = torch.cat([vector, factor])
-            self.factor = 1.0  # it was for these gradients
+            self.factor = 1.0  # (it applies to these gradients alone)
         if options.nonfinite and nonfinite is not None:
             vector = torch.cat([vector, nonfinite.loss().reshape(1)])
         return vector

@@ -98,7 +98,7 @@ class Message:
     read: int  # index of the action in the receiver's row that reads it
 
     def read_before(self, other: Message) -> bool:
-        """Return whether this message was read before `other`, which comes from the rank that read it, was produced."""
+        """Return whether the receiver of this message sent `other`, and had read this one when it produced `other`."""
         return self.target == other.source and self.read <= other.made
 
 

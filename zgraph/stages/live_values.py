@@ -36,7 +36,7 @@ class Values:
 
 
 def values_of(program: Program, fused: bool, first: Collection[str] | None = None, *, adds: bool = False) -> Values:
-    """Return those of a joint program of any level. `fused`: see `zgraph.passes.analysis.memory.lives`. If the backward
+    """Return the bytes of a joint program of any level. `fused`: see `zgraph.passes.analysis.memory.lives`. If the backward
     has two parts, `first` names the nodes of the first one. `adds`: the backward adds to sums of gradients in place.
     """
     if first is not None:

@@ -50,7 +50,7 @@ class Cut:
     """How a model was cut into stages."""
 
     line: Line  # the ranks along "pp"
-    partition: Partition  # where the model is cut, and who runs what
+    partition: Partition  # where the model is cut, and which rank runs which stage
     origin: WholeModel  # captures the whole model for the inputs of a micro-batch
     board: Board | None = None  # the board of an earlier run time of the same ranks
 
@@ -78,10 +78,8 @@ class PipelineRuntime(Runtime):
         self.first: Capture | None = None  # the capture that the model was cut by, until it is used
         self.buffers = Buffers()
         self._updates_met = 0
-        self.beside: tuple[tuple[Any, ...], dict[str, Any]] = (
-            (),
-            {},
-        )  # arguments that loss_fn gets in the current call, besides the output
+        # arguments that loss_fn gets in the current call, besides the output
+        self.beside: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
 
     # -- programs -----------------------------------------------------------------------------------------------------
     def entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -100,10 +100,8 @@ class SimulatedStage:
             found = self._joint[variant, 0.0] = simulate(program, self.costs)
             early = {n.name for n in program.nodes if n.op != "output" and info(n).ahead}
             self._leads[variant] = max((s.start + s.seconds for s in found.spans if s.node in early), default=0.0)
-        key = (
-            variant,
-            min(round(lead, 9), self._leads[variant]),
-        )  # (leads that differ by rounding, or are longer than needed, share a forecast)
+        # (leads that differ by rounding, or are longer than needed, share a forecast)
+        key = (variant, min(round(lead, 9), self._leads[variant]))
         if key not in self._joint:
             self._joint[key] = simulate(program, self.costs, key[1])
         return self._joint[key]

@@ -1,4 +1,4 @@
-"""Compiles a C++ source against torch into a Python module, once for each torch."""
+"""Compiles a C++ source against torch into a Python module, once for each version of torch."""
 
 from __future__ import annotations
 
