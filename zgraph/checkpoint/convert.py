@@ -1,7 +1,8 @@
 """Write a checkpoint of any system as one of zgraph's, as a plain folder of torch.distributed.checkpoint, or as
 DeepSpeed's, in one process.
 
-Tensors are read and written one after another, in files of about a gigabyte, so the model need not fit in the host's memory.
+Tensors are read and written one after another, in files of about a gigabyte, so the model need not fit in the host's
+memory.
 """
 
 from __future__ import annotations
@@ -48,12 +49,15 @@ def convert(
 ) -> Path:
     """Write a checkpoint anew, as `tag` in the folder `path`, and return its folder. Needs no process group.
 
-    "zgraph": as `save_checkpoint` does, named by `latest` then. "dcp": as torch.distributed.checkpoint's default writer does, of
-    {"model": {NAME: tensor}, "optimizer": {"state": {NAME: {KEY: tensor}}, "param_groups": […]}}, for `dcp.load`; what users added to a
-    checkpoint and counts of steps are not in it. "deepspeed": as DeepSpeed 0.19 saves, in a `layout`: partitions of ZeRO stage 1, 2 or 3 for as many
-    data-parallel `ranks` (by default those that saved the checkpoint), or universal, which it loads on any number (`"checkpoint": {"load_universal":
-    true}`); without what users added. What is written is verified first. Raises `CheckpointError` for a source that is damaged,
-    for a folder that can't be written, and where the tag is there already; nothing is then changed.
+    "zgraph": as `save_checkpoint` does; `latest` then names it. "dcp": as torch.distributed.checkpoint's default writer
+    does, as {"model": {NAME: tensor}, "optimizer": {"state": {NAME: {KEY: tensor}}, "param_groups": […]}}, for
+    `dcp.load`; without counts of steps and what users added. "deepspeed": as DeepSpeed 0.19 saves, in a `layout`:
+    partitions of ZeRO stage 1, 2 or 3 for `ranks` data-parallel ranks (by default the number that saved the
+    checkpoint), or universal, which DeepSpeed loads on any number (`"checkpoint": {"load_universal": true}`); without
+    what users added.
+
+    The source is verified first. Raises `CheckpointError` for a source that is damaged, for a folder that can't be
+    written, and if the tag exists already; nothing is then changed.
     """
     if to not in SYSTEMS:
         raise CheckpointError(

@@ -1,8 +1,8 @@
 """A folder of checkpoints: one folder for each tag, the file `latest`, and saves that are completed by one rename.
 
-A save is written into `.zgraph-TAG.partial`, which no reader looks at, and renamed to its tag after every byte has reached the disk.
-`latest` holds a tag and its checksum, and is replaced by one rename too. What an interrupted save leaves is removed by the next;
-nothing else in the folder is touched.
+A save is written into `.zgraph-TAG.partial`, which no reader looks at, and renamed to its tag after every byte has
+reached the disk. `latest` holds a tag and its checksum, and is replaced by one rename too. What an interrupted save
+leaves is removed by the next; nothing else in the folder is touched.
 """
 
 from __future__ import annotations

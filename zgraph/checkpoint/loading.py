@@ -1,8 +1,8 @@
 """Load a checkpoint into a compiled model, whatever plan it was saved by.
 
-First the ranks together check all of it and compare it with the model; then each rank reads its own part into the weights and states in
-place. What was saved in another precision is read from the widest tensor there is: a float32 weight from the master copy of a bfloat16
-one, for example, and the other way round.
+First the ranks together check all of it and compare it with the model; then each rank reads its own part into the
+weights and states in place. What was saved in another precision is read from the widest tensor there is: a float32
+weight from the master copy of a bfloat16 one, for example, and the other way round.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The manifest of a checkpoint: every file with its size and checksum, every tensor with its blocks, and what is known
 of the run besides.
 
-It is JSON that ends in its own checksum. What it says of a file is compared with the file's own header when a checkpoint is verified.
+It is JSON that ends in its own checksum. What it says of a file is compared with the file's own header when a
+checkpoint is verified.
 """
 
 from __future__ import annotations
@@ -228,9 +229,9 @@ def check_tiling(tensors: dict[str, TensorInfo]) -> None:
 def _fill(blocks: Sequence[Block], shape: tuple[int, ...]) -> bool:
     """Return whether these blocks cover a box of this shape, each element once.
 
-    The count of blocks that cover each element is determined by its differences along all dimensions, to which a block adds 1 or -1 at its
-    corners only. So the corners of all blocks must cancel those of the box. They are summed in one dimension after another, where inner
-    corners of a grid of blocks cancel at once.
+    The count of blocks that cover each element is determined by its differences along all dimensions, to which a block
+    adds 1 or -1 at its corners only. So the corners of all blocks must cancel those of the box. They are summed in one
+    dimension after another, where inner corners of a grid of blocks cancel at once.
     """
     filled = [b for b in blocks if b.elements]
     cut = [d for d, n in enumerate(shape) if any(b.sizes[d] != n for b in filled)]

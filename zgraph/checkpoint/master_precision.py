@@ -1,7 +1,8 @@
 """Which copy of a weight has the most digits: its fp32 master, unless the weight was changed since the master was
 written.
 
-A weight that the user has written to no longer matches its master. Then the weight counts, as it does in the next update.
+A weight that the user has written to no longer matches its master. Then the weight counts, as it does in the next
+update.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """A model as transformers' `save_pretrained` would write it: names, parts of tensors, and its config.
 
-transformers 5 holds some models in another form than their files have: Mixtral's experts, for example, as one tensor. Its conversion back
-to the form of files is run here on tensors without data, to learn which part of which weight each tensor of a file is. So no rank needs
-more than its own rows. Plain modules are written under the names of their state dicts.
+transformers 5 holds some models in another form than their files have: Mixtral's experts, for example, as one tensor.
+Its conversion back to the form of files is run here on tensors without data, to learn which part of which weight each
+tensor of a file is. So no rank needs more than its own rows. Plain modules are written under the names of their state
+dicts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """One safetensors file: written in one pass with a checksum for each block, read by block.
 
-The header says for each block which part of which tensor it is, in the format of torch's `HuggingFaceStorageWriter`, so that
-torch.distributed.checkpoint reads a folder of such files with its own `HuggingFaceStorageReader`. Checksums are XXH3 of 128 bits.
+The header says for each block which part of which tensor it is, in the format of torch's `HuggingFaceStorageWriter`, so
+that torch.distributed.checkpoint reads a folder of such files with its own `HuggingFaceStorageReader`. Checksums are
+XXH3 of 128 bits.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Store what a user adds to a checkpoint as JSON and tensors, without pickle, and read the same values again.
 
-None, booleans, numbers, strings, bytes, lists, tuples, dicts, sets, NumPy arrays and numbers, dense tensors, and objects with a
-`state_dict()`, which is saved in their stead. A value that is read back is equal and of the same type. All else is refused by an error
-that says where in the value it is.
+None, booleans, numbers, strings, bytes, lists, tuples, dicts, sets, NumPy arrays and numbers, dense tensors, and
+objects with a `state_dict()`, which is saved in their stead. A value that is read back is equal and of the same type.
+All else is refused by an error that says where in the value it is.
 """
 
 from __future__ import annotations

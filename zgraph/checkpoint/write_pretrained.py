@@ -1,11 +1,12 @@
 """Write a model's weights as a folder that `from_pretrained` reads: safetensors, written by all ranks at once, with no
 gather.
 
-The header of a safetensors file says at which byte each tensor begins, so each rank knows the position of its rows in it. Rank 0 makes
-the files in their final sizes, every rank writes its part of each tensor at its position, and once every rank's bytes have reached the
-disk, the files are renamed to their final names. If there are several files, the old index is removed before the first old file is
-replaced, and the new index is put in place after all files. A changed config is treated alike: the old one is removed first, and the new
-one is put in place last. A reader finds the old model, the new one or, during the renames, none; never parts of both.
+The header of a safetensors file says at which byte each tensor begins, so each rank knows the position of its rows in
+it. Rank 0 makes the files in their final sizes, every rank writes its part of each tensor at its position, and once
+every rank's bytes have reached the disk, the files are renamed to their final names. If there are several files, the
+old index is removed before the first old file is replaced, and the new index is put in place after all files. A changed
+config is treated alike: the old one is removed first, and the new one is put in place last. A reader finds the old
+model, the new one or, during the renames, none; never parts of both.
 """
 
 from __future__ import annotations
@@ -417,10 +418,11 @@ def export(
     """Write the weights of a checkpoint as `save_pretrained` does, in one process that holds one weight at a time;
     return the files.
 
-    `dtype`: that of the checkpoint's weights by default; a wider one takes the fp32 masters of weights that were not changed since.
-    `like`: the model that it is of, on the meta device say: with it names, ties and config are those of transformers' files; without it
-    names are the checkpoint's, and there is no config. `say` is told of each tensor. Raises `CheckpointError`; then what was in the
-    folder is as it was, unless files were already being put in their places.
+    `dtype`: by default that of the checkpoint's weights; for a wider one the fp32 masters of weights that are unchanged
+    since the last update are written. `like`: the checkpoint's model, for example on the meta device: with it, names,
+    ties and config are those of transformers' files; without it, names are the checkpoint's, and there is no config.
+    `say` is called with each tensor's name. Raises `CheckpointError`; then the folder is as it was before, unless files
+    were already being put in place.
     """
     wanted, most = dtype_of(dtype), _size_of(max_shard_size)
     shapes = {n.removeprefix(MODEL): info.shape for n, info in source.tensors.items() if n.startswith(MODEL)}

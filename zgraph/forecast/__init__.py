@@ -1,1 +1,2 @@
-"""What a step will take at other sizes, worlds and plans. (Of a program as it is, `zgraph.passes.analysis.simulator` says it.)"""
+"""Forecasts of a step at other sizes, worlds and plans. (`zgraph.passes.analysis.simulator` forecasts a program as it
+is.)"""

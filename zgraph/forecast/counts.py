@@ -1,8 +1,9 @@
-"""What a forecast counts in one program, before it is made seconds: operators, transfers, saved values.
+"""What a forecast counts in one program, before it computes seconds: operators, transfers, saved values.
 
-Bytes of what the model computes depend on the batch and the sequence; those of shards, of what is gathered from them and of
-padded gradients on the number of ranks that share the parameter. They are told apart here, at a number of ranks that divides
-no parameter's rows: then a shard, the whole parameter and the padded one all have different rows.
+Bytes of what the model computes depend on the batch and the sequence; bytes of shards, of gathered weights and of
+padded gradients depend on the number of ranks that share the parameter. The two are told apart here, at a number of
+ranks that divides no parameter's rows: then a shard, the whole parameter and the padded parameter all differ in their
+number of rows.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ _PAD = torch.ops.aten.constant_pad_nd.default
 
 @dataclass(frozen=True)
 class Bytes:
-    """`fixed` bytes, and those of rows: (a parameter's rows, whether of all ranks, bytes of one row), any number of them.
+    """A number of bytes that may depend on the number of ranks: `fixed`, and those of rows of parameters.
 
-    Of n rows each rank has ceil(n / ranks), all of them together ranks times as many.
+    Of n rows each rank has ceil(n / ranks), padded; all ranks together have ranks * ceil(n / ranks).
     """
 
-    fixed: int = 0
+    fixed: int = 0  # bytes that do not depend on the number of ranks
+    # (a parameter's rows, whether those of all ranks, bytes of one row), any number of them
     rows: tuple[tuple[int, bool, int], ...] = ()
 
     @classmethod
@@ -47,7 +49,7 @@ class Bytes:
 
     @classmethod
     def of_shard(cls, shape: tuple[int, ...], itemsize: int, spec: ParamSpec) -> Bytes:
-        """A tensor that has this shape on the rank that holds `spec`'s shard."""
+        """Return the bytes of a tensor that has this shape on the rank that holds `spec`'s shard."""
         size = itemsize * torch.Size(shape).numel()
         if spec.shard_dim is None or not shape or shape[0] != spec.rows:
             return cls(size)
@@ -57,7 +59,8 @@ class Bytes:
         return self.fixed + sum(-(-n // ranks) * (ranks if whole else 1) * size for n, whole, size in self.rows)
 
     def formula(self, ranks: Any, fixed: Any = None) -> Any:
-        """In sympy, over `ranks`; `fixed` stands for the bytes that are no rows."""
+        """Return the bytes as a sympy expression in `ranks`, with `fixed` in place of the fixed bytes if it is
+        given."""
         import sympy
 
         rows = (sympy.ceiling(n / ranks) * (ranks if whole else 1) * size for n, whole, size in self.rows)
@@ -66,35 +69,35 @@ class Bytes:
 
 @dataclass(frozen=True)
 class Operator:
-    """An operator that takes time. `padding` is the number of rows that it pads to a multiple of the ranks: it is there
-    only where they are none already."""
+    """An operator that takes time."""
 
-    node: str
-    target: str
-    flops: int
-    moved: Bytes
-    rate: float
+    node: str  # its node's name
+    target: str  # what it calls
+    flops: int  # its floating-point operations
+    moved: Bytes  # the bytes that it reads and writes
+    rate: float  # the floating-point operations in a second of its dtype
+    # the rows that it pads to a multiple of the ranks (it exists only where they are none); None for any other
     padding: int | None
 
 
 @dataclass(frozen=True)
 class Run:
-    """Transfers of one kind over one mesh dimension that may share buckets: their bytes, in order."""
+    """Transfers of one kind over one mesh dimension, in order, that may share buckets."""
 
-    dim: str
-    kind: str
-    sizes: tuple[Bytes, ...]
+    dim: str  # the mesh dimension
+    kind: str  # the collective
+    sizes: tuple[Bytes, ...]  # the bytes of each transfer
 
 
 @dataclass(frozen=True)
 class Node:
-    """What must be equal for two programs to have the same operators. Views are none: they take no time, and a slice is
-    left out at the size where it is all of its input."""
+    """What must be equal for two programs to have the same operators. Views are no nodes here: they take no time, and a
+    slice is left out at the size at which it is all of its input."""
 
-    name: str
-    target: str
-    phase: str
-    inputs: tuple[int, ...]
+    name: str  # its name, for errors
+    target: str  # what it calls
+    phase: str  # its phase; "" for the output
+    inputs: tuple[int, ...]  # the positions of the nodes that it reads
 
     def like(self, other: Node) -> bool:
         return (self.target, self.phase, self.inputs) == (other.target, other.phase, other.inputs)
@@ -102,17 +105,17 @@ class Node:
 
 @dataclass(frozen=True)
 class Counts:
-    """One program: all its nodes but views, in order, what takes time on the device and on links, bytes saved for the backward."""
+    """What was counted in one program."""
 
-    nodes: tuple[Node, ...]
-    operators: tuple[Operator, ...]
-    runs: tuple[Run, ...]
-    activations: int
+    nodes: tuple[Node, ...]  # all nodes but views, in order
+    operators: tuple[Operator, ...]  # what takes time on the device
+    runs: tuple[Run, ...]  # what takes time on links
+    activations: int  # bytes saved from the forward for the backward, at their peak
 
 
 def count(program: Program, costs: Costs, shared: int | None) -> Counts:
-    """Count in a program whose buckets are runs. `shared` is the number of ranks over which "dp" shards, None where that
-    never changes: then no bytes depend on it."""
+    """Count in a program whose buckets are runs. `shared` is the number of ranks over which "dp" shards, or None if it
+    is the same at every size: then no bytes depend on it."""
     order = {n: at for at, n in enumerate(n for n in program.graph.nodes if not is_view(n))}
     nodes = tuple(
         Node(

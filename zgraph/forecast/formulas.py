@@ -1,4 +1,4 @@
-"""A forecast as formulas: what it holds, what it gives at some sizes, how it reads.
+"""A forecast as formulas: its expressions, their values at given sizes, and its text.
 
 `zgraph.forecast.symbolic` makes it.
 """
@@ -17,11 +17,11 @@ from zgraph.plan.plan import Plan
 if TYPE_CHECKING:
     import sympy
 
-SHOWN = 16  # kinds of operators in a text
+SHOWN = 16  # kinds of operators that the text lists at most
 
 
 def symbols() -> dict[str, sympy.Symbol]:
-    """What formulas are in: "world", "batch" and "sequence"."""
+    """Return the symbols of the formulas: "world", "batch" and "sequence"."""
     import sympy
 
     return {n: sympy.Symbol(n, integer=True, positive=True) for n in ("world", "batch", "sequence")}
@@ -29,16 +29,16 @@ def symbols() -> dict[str, sympy.Symbol]:
 
 @dataclass(frozen=True)
 class Kind:
-    """`count` operators of equal cost: seconds of each are Max(flops / rate, bytes / memory) + launch."""
+    """Operators of equal cost: each takes max(flops / rate, bytes / memory) + launch seconds."""
 
-    operator: str
-    count: sympy.Expr
-    flops: sympy.Expr
-    bytes: sympy.Expr
-    rate: float
+    operator: str  # what they call
+    count: sympy.Expr  # how many there are
+    flops: sympy.Expr  # floating-point operations of each
+    bytes: sympy.Expr  # bytes that each reads and writes
+    rate: float  # floating-point operations in a second
 
     def seconds(self, hardware: Hardware) -> sympy.Expr:
-        """Of all of them together."""
+        """Return the seconds of all of them together."""
         import sympy
 
         moved = self.bytes / hardware.memory
@@ -50,13 +50,13 @@ class Kind:
 
 @dataclass(frozen=True)
 class Transfers:
-    """All collectives of one `kind` over one mesh dimension: how many, and their bytes before they are cut to ranks."""
+    """All collectives of one kind over one mesh dimension."""
 
-    dim: str
-    kind: str
-    ranks: sympy.Expr
-    count: sympy.Expr
-    bytes: sympy.Expr
+    dim: str  # the mesh dimension
+    kind: str  # the collective
+    ranks: sympy.Expr  # the ranks of the dimension
+    count: sympy.Expr  # how many there are
+    bytes: sympy.Expr  # their bytes together, before they are divided among ranks
 
     def seconds(self, hardware: Hardware) -> sympy.Expr:
         import sympy
@@ -66,16 +66,16 @@ class Transfers:
 
 @dataclass(frozen=True)
 class Figures:
-    """A forecast at some sizes: seconds, and bytes on each rank. A step takes between `lower` and `upper` seconds."""
+    """A forecast at some sizes. A step takes between `lower` and `upper` seconds."""
 
-    compute: float
-    communication: float
-    lower: float
-    upper: float
-    parameters: int
-    gradients: int
-    states: int
-    activations: int
+    compute: float  # seconds of the compute stream
+    communication: float  # seconds of all links, one after the other
+    lower: float  # seconds of the busiest of the compute stream and the links
+    upper: float  # seconds of all of them, one after the other
+    parameters: int  # bytes of parameters on each rank
+    gradients: int  # bytes of gradients on each rank
+    states: int  # bytes of optimizer states on each rank
+    activations: int  # bytes saved for the backward on each rank
 
     def __str__(self) -> str:
         memory = ", ".join(f"{n} {getattr(self, n) / 2**20:.1f} MiB" for n in _MEMORY)
@@ -91,34 +91,30 @@ _MEMORY = ("parameters", "gradients", "states", "activations")
 
 @dataclass(frozen=True)
 class SymbolicForecast:
-    """sympy expressions in `world` (ranks), `batch` (rows of one rank) and `sequence`.
+    """A forecast as sympy expressions in `world` (ranks), `batch` (rows of one rank) and `sequence`.
 
-    Seconds: `compute`, `communication` (of all links, one after the other; `links` has each), `lower` (the busiest of
-    them) and `upper` (all of them, one after the other). Bytes of one rank: `parameters`, `gradients`, `states` (of the
-    plan's optimizer, for each parameter), `activations` (saved from the forward for the backward). Where a
-    mesh has no free dimension `world` is in none of them. `kinds` and `transfers` are what the seconds are made of
-    on more than the fewest ranks. `sizes` are those of the inputs it was made from; `sizes.sequence` is None for a model
-    without a sequence.
+    Times are in seconds, sizes in bytes of one rank. If the mesh has no free dimension (-1), `world` is in none of
+    them.
     """
 
-    plan: Plan
-    hardware: Hardware
-    sizes: Point
-    kinds: tuple[Kind, ...]
-    transfers: tuple[Transfers, ...]
-    compute: sympy.Expr
-    links: dict[str, sympy.Expr]
-    communication: sympy.Expr
-    lower: sympy.Expr
-    upper: sympy.Expr
-    parameters: sympy.Expr
-    gradients: sympy.Expr
-    states: sympy.Expr
-    activations: sympy.Expr
+    plan: Plan  # the plan
+    hardware: Hardware  # the hardware whose rates are in the formulas
+    sizes: Point  # the sizes of the inputs that it was made from; its `sequence` is None for a model without one
+    kinds: tuple[Kind, ...]  # the operators, on more than the fewest ranks
+    transfers: tuple[Transfers, ...]  # the collectives, on more than the fewest ranks
+    compute: sympy.Expr  # seconds of the compute stream
+    links: dict[str, sympy.Expr]  # seconds of each link, by mesh dimension, or "*" for the hardware's common link
+    communication: sympy.Expr  # seconds of all links, one after the other
+    lower: sympy.Expr  # seconds of the busiest of the compute stream and the links
+    upper: sympy.Expr  # seconds of all of them, one after the other
+    parameters: sympy.Expr  # bytes of parameters
+    gradients: sympy.Expr  # bytes of gradients
+    states: sympy.Expr  # bytes of the plan's optimizer's states
+    activations: sympy.Expr  # bytes saved from the forward for the backward
 
     def at(self, *, world: int, batch: int, sequence: int | None = None) -> Figures:
-        """Numbers. Raises `MeshError` for a world that the plan's mesh does not divide, `SymbolicError` for sizes below 1,
-        or a sequence where there is none (and the other way round)."""
+        """Return the numbers at these sizes. Raises `MeshError` for a world that the plan's mesh does not divide,
+        `SymbolicError` for sizes below 1, and for a sequence if the model has none (and the other way round)."""
         self.plan.resolve_mesh(world)
         given = {"batch": batch, "sequence": sequence}
         if (sequence is None) != (self.sizes.sequence is None):
@@ -136,7 +132,7 @@ class SymbolicForecast:
         return Figures(compute, sum(parts), max([compute, *parts]), compute + sum(parts), **memory)
 
     def to_json(self) -> dict[str, Any]:
-        """Everything as plain data, expressions as text that sympy reads."""
+        """Return everything as plain data, with expressions as text that sympy reads."""
         formulas = {n: str(getattr(self, n)) for n in (*_SECONDS, *_MEMORY)}
         kinds = [
             {

@@ -1,4 +1,5 @@
-"""A pipeline as a plan makes it of a model, for any number of ranks and without any: the cut, each stage's programs, each rank's update."""
+"""A pipeline as a plan makes it of a model, for any number of ranks that need not exist: the cuts, each stage's
+programs, each rank's update."""
 
 from __future__ import annotations
 
@@ -31,23 +32,22 @@ from zgraph.update.owned_parameters import Held, held_at, within
 
 @dataclass(frozen=True, eq=False)
 class PlannedStages:
-    """`joint` is the whole captured model, `steps` are the programs of its stages in order, which run their passes when they are looked at;
-    `held` is what each rank along "pp" holds, `residents` what of it besides its programs. `sizes` is the mesh within a stage. `layout`
-    has all parameters."""
+    """A model cut into pipeline stages by a plan. The programs in `steps` run their passes when they are first looked
+    at."""
 
-    model: nn.Module
-    plan: Plan
-    world: int
-    sizes: dict[str, int]
-    device: torch.device
-    costs: Costs
-    layout: dict[str, ParamSpec]
-    joint: Program
-    partition: Partition
-    stages: Stages
-    held: tuple[Held, ...]
-    residents: tuple[ResidentMemoryByShare, ...]
-    steps: Sequence[StepProgram]
+    model: nn.Module  # the model, not changed
+    plan: Plan  # the plan, with offload tiers resolved
+    world: int  # the number of ranks
+    sizes: dict[str, int]  # the mesh within a stage
+    device: torch.device  # the device that is compiled for
+    costs: Costs  # the costs that decisions are made from
+    layout: dict[str, ParamSpec]  # the layout of all parameters, by name
+    joint: Program  # the whole captured model
+    partition: Partition  # where the model is cut, and the schedule
+    stages: Stages  # the captured programs of the stages, and what they send each other
+    held: tuple[Held, ...]  # the parameters that each rank along "pp" holds
+    residents: tuple[ResidentMemoryByShare, ...]  # the memory that each rank along "pp" needs besides its programs
+    steps: Sequence[StepProgram]  # the programs of each stage, in order
 
     @property
     def once(self) -> bool:
@@ -56,11 +56,11 @@ class PlannedStages:
 
     @property
     def balance(self) -> Balance:
-        """What each stage takes, by the captured program."""
+        """What each stage takes, according to the captured program."""
         return balance(self.joint, assign(self.joint, self.partition.cuts), self.costs)
 
     def step(self, stage: int) -> StepProgram:
-        """A stage's programs. Raises `PlanError` if there is none of that number."""
+        """Return a stage's programs. Raises `PlanError` if the stage does not exist."""
         if not 0 <= stage < len(self.steps):
             raise PlanError(
                 f"there is no stage {stage}",
@@ -70,19 +70,22 @@ class PlannedStages:
         return self.steps[stage]
 
     def memory(self, position: int) -> RankMemory:
-        """What the rank at this position of "pp" holds at each of its actions, for any programs."""
+        """Return the model of the memory that the rank at this position of "pp" holds at each of its actions, for any
+        programs."""
         return memory_of_rank(self.joint, self.stages, self.partition.schedule, position)
 
     def share(self, position: int) -> float | None:
-        """The share of the optimizer's states that is offloaded there; None: as the plan says."""
+        """Return the share of the optimizer's states that the rank at this position of "pp" offloads; None: as the plan
+        says."""
         return self.steps[self.partition.schedule.stages_of(position)[0]].states
 
     def outside(self, position: int) -> ResidentMemory:
-        """What that rank holds besides its programs."""
+        """Return what the rank at this position of "pp" holds besides its programs."""
         return self.residents[position].at(self.share(position))
 
     def update(self, position: int) -> History | None:
-        """The update of the rank at this position of "pp"; None for a plan without an optimizer, and a model that does not train."""
+        """Return the update of the rank at this position of "pp"; None for a plan without an optimizer, and a model
+        that does not train."""
         if not any(spec.requires_grad for spec in self.layout.values()):
             return None
         return whole_update(
@@ -99,11 +102,13 @@ def planned_stages(
     pass_filter: PassFilter = EVERY_PASS,
     captured: Program | None = None,
 ) -> PlannedStages:
-    """What a plan with a pipeline makes of `model` (not compiled, on any device, also meta; it is not changed) for `world` ranks.
+    """Cut `model` (not compiled, on any device, also meta; it is not changed) by a plan with a pipeline for `world`
+    ranks.
 
-    `inputs` are those of a micro-batch. A `pass_filter` leaves passes out of the stages' pipelines; what was `captured` of the model by this plan
-    already is not captured again. The model is captured once, and then cut. Raises `PlanError` for a plan without a pipeline on so many ranks,
-    for a model that can't be cut as it says, and for a schedule that can't be, and what capture raises (see `zgraph.compile`).
+    `inputs` are those of a micro-batch. A `pass_filter` leaves passes out of the stages' pipelines. `captured`: the
+    model as captured by this plan already, or None to capture it here. Raises `PlanError` for a plan without a pipeline
+    on `world` ranks, for a model that can't be cut as the plan says, and for an impossible schedule, and what capture
+    raises (see `zgraph.compile`).
     """
     plan, ranks = plan.for_world(world), plan.pipeline_ranks(world)
     if ranks == 1:
@@ -131,7 +136,8 @@ def planned_stages(
 
 
 class _Budgets:
-    """The decisions of all ranks, made when one is first looked at. Raises `PlanError` if a rank can't hold the plan's budget."""
+    """The memory decisions of all ranks, made when the first is asked for. Raises `PlanError` if a rank can't keep the
+    plan's budget."""
 
     def __init__(self, made: PlannedStages, contexts: Sequence[BuildContext]) -> None:
         self.made = made

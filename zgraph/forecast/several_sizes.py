@@ -1,9 +1,11 @@
-"""A model at several sizes: its inputs at another batch and sequence length, and exact polynomials through what was counted.
+"""A model at several sizes: its inputs at another batch and sequence length, and exact polynomials through what was
+counted.
 
-The batch is dimension 0 of the first tensor among the inputs, and of all that are as large there; the sequence length is
-dimension 1 of the first one, and of all that are as large there. Sizes lie close together, and where a model was given
-long sequences below them (positions are often learnt up to some length): polynomials are found in exact fractions, so the
-distance of the points does not matter, and near sizes have the same operators more often.
+The batch is dimension 0 of the first tensor among the inputs, and of all tensors of the same size in that dimension;
+the sequence length is dimension 1 of the first tensor, and of all of the same size in it. Sampled sizes are close
+together. Sequence lengths are sampled at the given length and below it, where it is long enough (positions are often
+learnt up to some length). Polynomials are fitted in exact fractions, so close points are as good as distant ones, and
+close sizes have the same operators more often.
 """
 
 from __future__ import annotations
@@ -19,22 +21,23 @@ from torch.utils import _pytree as pytree
 from zgraph.build.planned_step import Inputs
 from zgraph.errors import SymbolicError
 
-MIN_SIZE = 2  # what is 1 broadcasts: operators and strides are others there
+MIN_SIZE = 2  # a size of 1 broadcasts: operators and strides differ there
 
 
 @dataclass(frozen=True)
 class Point:
-    """A batch size in rows of one rank, and a sequence length (None for a model without one)."""
+    """The sizes of a sample."""
 
-    batch: int
-    sequence: int | None = None
+    batch: int  # rows of one rank
+    sequence: int | None = None  # the sequence length; None for a model without a sequence
 
     def __str__(self) -> str:
         return f"batch {self.batch}" + ("" if self.sequence is None else f", sequence {self.sequence}")
 
 
 class SizedInputs:
-    """Example inputs that can be had at other sizes, on the meta device. Raises `SymbolicError` if there is no batch."""
+    """Example inputs that can be resized, as tensors on the meta device. Raises `SymbolicError` if there is no
+    batch."""
 
     def __init__(self, inputs: Inputs) -> None:
         self._inputs = inputs
@@ -51,7 +54,7 @@ class SizedInputs:
         return Point(self.batch, self.sequence)
 
     def at(self, point: Point) -> Inputs:
-        """The inputs at these sizes; without a sequence length it is left as it is."""
+        """Return the inputs at these sizes. Without a sequence length in `point` theirs is kept."""
 
         def sized(x: Any) -> Any:
             if not isinstance(x, torch.Tensor) or not x.dim():
@@ -70,7 +73,7 @@ class SizedInputs:
 
         made: dict[
             int, Any
-        ] = {}  # (what stands there twice, as labels that are the inputs do, is one tensor at every size)
+        ] = {}  # (a tensor that occurs twice, such as inputs that are the labels too, is one tensor at every size)
         found: Inputs = pytree.tree_map(
             lambda x: made[id(x)] if id(x) in made else made.setdefault(id(x), sized(x)), self._inputs
         )
@@ -78,13 +81,13 @@ class SizedInputs:
 
 
 def batches(given: int) -> list[int]:
-    """Two batch sizes to fit a line through, and one more."""
+    """Return two batch sizes to fit a line through, and a third to check it at."""
     first, step = max(given, MIN_SIZE), _step(given)
     return [first, first + step, first + 2 * step]
 
 
 def lengths(given: int) -> list[int]:
-    """Three sequence lengths to fit a parabola through, and one more."""
+    """Return three sequence lengths to fit a parabola through, and a fourth to check it at."""
     step = _step(given)
     if given - 3 * step < MIN_SIZE:
         return [max(given, MIN_SIZE) + n * step for n in range(4)]
@@ -92,7 +95,8 @@ def lengths(given: int) -> list[int]:
 
 
 def _step(size: int) -> int:
-    """The largest power of two that divides a size and is no more than an eighth of it: kernels choose by alignment."""
+    """Return the largest power of two that divides a size and is no more than an eighth of it: kernels are chosen by
+    alignment."""
     step = 1
     while size % (2 * step) == 0 and 16 * step <= size:
         step *= 2
@@ -110,7 +114,7 @@ class Polynomials:
         self._found: dict[tuple[int, ...], tuple[Fraction, ...]] = {}
 
     def through(self, values: Iterable[int]) -> tuple[Fraction, ...]:
-        """The coefficients of `powers`, from values in the order of the points."""
+        """Return the coefficients of `powers` from values in the order of the points."""
         key = tuple(values)
         if key not in self._found:
             self._found[key] = tuple(
@@ -122,7 +126,7 @@ class Polynomials:
         return sum((c * t for c, t in zip(coefficients, self._terms(point), strict=True)), Fraction())
 
     def formula(self, coefficients: Sequence[Fraction], batch: Any, sequence: Any) -> Any:
-        """As a sympy expression in these symbols."""
+        """Return the polynomial as a sympy expression in these symbols."""
         import sympy
 
         terms = (
@@ -136,7 +140,7 @@ class Polynomials:
 
 
 def _inverted(matrix: list[list[Fraction]]) -> list[list[Fraction]]:
-    """By Gauss and Jordan. The points of a grid make no singular matrix."""
+    """Return the inverse of a matrix by Gauss-Jordan elimination. The matrix of a grid of points is never singular."""
     size = len(matrix)
     rows = [[*row, *(Fraction(int(i == j)) for j in range(size))] for i, row in enumerate(matrix)]
     for at in range(size):

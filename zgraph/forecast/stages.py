@@ -1,9 +1,12 @@
-"""What a pipeline will take, before anything runs: each stage's programs and the schedule, simulated; the memory of each rank.
+"""Forecast a pipeline before anything runs: simulate each stage's programs and the schedule, and sum up each rank's
+memory.
 
-Each kind of stage is simulated once, with the same passes and by the same simulator as any step. Its seconds go into the schedule's
-replay, its bytes into what a rank holds (`zgraph/stages/rank_memory.py`): its peak is the most that there is during one of its actions.
+Each kind of stage is simulated once, with the same passes and by the same simulator as any step. Its seconds go into
+the schedule's replay, its bytes into the memory of its rank (`zgraph/stages/rank_memory.py`), whose peak is the most it
+holds during one of its actions.
 
-The first forward of a stage in a step gathers at ZeRO 1 and 2, those after it don't; below ZeRO 2 its last backward alone reduces.
+At ZeRO stages 1 and 2 only the first forward of a pipeline stage in a step gathers; below ZeRO stage 2 only its last
+backward reduces.
 """
 
 from __future__ import annotations
@@ -33,55 +36,52 @@ from zgraph.stages.stage_programs import needs_of
 from zgraph.stages.stage_tasks import duties
 from zgraph.units import columns, milliseconds, shown_bytes
 
-SHOWN = 3  # categories of a rank's memory, in the text
+SHOWN = 3  # the text shows this many categories of memory, and 2 more
 
 
 @dataclass(frozen=True)
 class StageForecast:
-    """What a stage takes of its `rank` along "pp" for one micro-batch, after all passes: seconds of its forward and of its backward, or of
-    the two parts of that (None where the schedule has none), `exposed` seconds of communication among them; bytes that stay from its
-    forward to its backward (`saved`), and from the first part of that to the second (`kept`). `parameters` are the bytes of
-    a rank's part of them. `like` is the stage that was simulated in its place, itself if it is the first of its kind."""
+    """What a stage takes of its rank for one micro-batch, after all passes."""
 
-    stage: int
-    rank: int
-    like: int
-    forward: float
-    backward: float
+    stage: int  # the stage's number
+    rank: int  # the position of its rank along "pp"
+    like: int  # the equal stage that was simulated in its place; itself if it is the first of its kind
+    forward: float  # seconds of its forward
+    backward: float  # seconds of its backward, or of both parts of it
+    # seconds of the part for gradients of inputs; None if the schedule does not split backwards
     input_gradients: float | None
+    # seconds of the part for gradients of weights; None if the schedule does not split backwards
     weight_gradients: float | None
-    exposed: float
-    parameters: int
-    saved: int
-    kept: int
+    exposed: float  # seconds of communication that nothing hides
+    parameters: int  # bytes of the rank's part of its parameters
+    saved: int  # bytes saved from its forward for its backward
+    kept: int  # bytes kept from the first part of a split backward for the second
 
 
 @dataclass(frozen=True)
 class Sent:
-    """What one stage sends another for a micro-batch: so many `values`, their bytes, and their seconds on the link alone. `back` says
-    whether it is in the backward. Nothing is sent where both stages are on one rank."""
+    """What one stage sends another on another rank for a micro-batch."""
 
-    source: int
-    target: int
-    back: bool
-    values: int
-    bytes: int
-    seconds: float
+    source: int  # the stage that sends
+    target: int  # the stage that receives
+    back: bool  # whether it is sent in the backward
+    values: int  # the number of values
+    bytes: int  # their bytes together
+    seconds: float  # their time on an otherwise idle link
 
 
 @dataclass(frozen=True)
 class RankForecast:
-    """What a rank along "pp" takes in a step: seconds that it computes (`busy`) and that it waits (`idle`) before its `update`; at its peak
-    bytes by category, and the action, or the "update", which that is in."""
+    """What a rank takes in a step."""
 
-    rank: int
-    stages: tuple[int, ...]
-    busy: float
-    idle: float
-    update: float
-    exposed: float
-    where: str
-    categories: dict[str, int]
+    rank: int  # its position along "pp"
+    stages: tuple[int, ...]  # the stages that it has
+    busy: float  # seconds in which it computes, without the update
+    idle: float  # seconds in which it waits, before the update
+    update: float  # seconds of its update
+    exposed: float  # seconds of communication within stages that nothing hides
+    where: str  # the action that reaches its peak, or "update"
+    categories: dict[str, int]  # bytes at its peak, by category
 
     @property
     def peak(self) -> int:
@@ -91,25 +91,25 @@ class RankForecast:
 
 @dataclass(frozen=True, eq=False)
 class PipelineForecast:
-    """What a step of a pipeline takes on `world` ranks. As text, tables and the schedule's picture."""
+    """The forecast of a step of a pipeline. Its text has tables and a picture of the schedule."""
 
-    world: int
-    plan: Plan
-    costs: Costs
-    balance: Balance
-    stages: tuple[StageForecast, ...]
-    sent: tuple[Sent, ...]
-    timeline: Timeline
-    ranks: tuple[RankForecast, ...]
+    world: int  # the number of ranks
+    plan: Plan  # the plan
+    costs: Costs  # the costs that it was simulated with
+    balance: Balance  # what each stage takes, according to the captured program
+    stages: tuple[StageForecast, ...]  # each stage for one micro-batch
+    sent: tuple[Sent, ...]  # what stages on different ranks send each other
+    timeline: Timeline  # the schedule, simulated
+    ranks: tuple[RankForecast, ...]  # each rank along "pp" in a step
 
     @property
     def update(self) -> float:
-        """Seconds of the slowest rank's update: those of all ranks meet."""
+        """Seconds of the slowest rank's update, for which all ranks wait."""
         return max(rank.update for rank in self.ranks)
 
     @property
     def seconds(self) -> float:
-        """Of the whole step: the pipeline, the update, and what the run time takes besides."""
+        """Seconds of the whole step: the pipeline, the update, and the run time's own."""
         return self.timeline.makespan + self.update + self.costs.hardware.step
 
     @property
@@ -123,7 +123,7 @@ class PipelineForecast:
         return max(self.ranks, key=lambda rank: rank.peak)
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as plain data; times in seconds, sizes in bytes."""
+        """Return all of it as plain data; times in seconds, sizes in bytes."""
         schedule = self.timeline.schedule
         return {
             "world": self.world,
@@ -206,29 +206,32 @@ class PipelineForecast:
 def forecast_pipeline(
     model: nn.Module, plan: Plan, inputs: Inputs, world: int, captured: Program | None = None
 ) -> PipelineForecast:
-    """Forecast a step of a plan with a pipeline for `world` ranks, without any. `model` is not compiled, may be on the meta device, and is
-    not changed. `inputs` are a data-parallel rank's whole batch. `captured` is what was captured of the model by this plan already.
+    """Forecast a step of a plan with a pipeline for `world` ranks, which need not exist. `model` is not compiled, may
+    be on the meta device, and is not changed. `inputs` are a data-parallel rank's whole batch. `captured`: the model as
+    captured by this plan already.
 
-    Raises what `planned_stages` does, `StepError` for a batch that can't be cut into the plan's micro-batches, and what passes raise.
+    Raises what `planned_stages` does, `StepError` for a batch that can't be cut into the plan's micro-batches, and what
+    passes raise.
     """
     plan = plan.for_world(world)
     return forecast_of(planned_stages(model, plan, micro_batch(plan, inputs), world, costs_of(plan), captured=captured))
 
 
 def micro_batch(plan: Plan, inputs: Inputs) -> Inputs:
-    """The first micro-batch of a rank's whole batch, in the same form. Raises `StepError` for a batch that can't be cut so."""
+    """Return the first micro-batch of a rank's whole batch, in the same form. Raises `StepError` for a batch that can't
+    be cut into the plan's micro-batches."""
     args, kwargs = first_part(plan, *split_inputs(inputs))
     return kwargs if isinstance(inputs, dict) else args
 
 
 def forecast_of(made: PlannedStages) -> PipelineForecast:
-    """The forecast of stages that are there already."""
+    """Forecast stages that are planned already."""
     return _Forecaster(made).run()
 
 
 def besides(made: PlannedStages, stage: int) -> int:
-    """The most bytes that a stage's rank has, while the stage runs, beside its programs and what `StepProgram.outside` counts: what is in
-    flight, and what the rank's other stages hold."""
+    """Return the most bytes that a stage's rank has in use while the stage runs, beside its programs and what
+    `StepProgram.outside` counts: values in flight, and what the rank's other stages hold."""
     rank = made.partition.schedule.rank_of[stage]
     return made.memory(rank).besides(stage, _Forecaster(made).of_rank(rank))
 
@@ -237,8 +240,8 @@ def besides(made: PlannedStages, stage: int) -> int:
 class _Seconds:
     """How long each action takes. A forward's first gathers start before it waits for what it receives."""
 
-    stages: Sequence[SimulatedStage]
-    variants: Mapping[Action, Variant]
+    stages: Sequence[SimulatedStage]  # each stage, simulated
+    variants: Mapping[Action, Variant]  # the variant of its stage's program that each action runs
 
     def of(self, action: Action, waited: float) -> float:
         lead = waited if action.kind is Kind.F else 0.0
@@ -277,7 +280,7 @@ class _Forecaster:
         )
 
     def _variants(self) -> Iterator[tuple[Action, Variant]]:
-        """Each action with the variant of its stage's program that it runs."""
+        """Yield each action with the variant of its stage's program that it runs."""
         for rank in range(self.schedule.ranks):
             of, begun = duties(self.schedule, rank), set[int]()
             for action in self.schedule.of(rank):
@@ -287,7 +290,8 @@ class _Forecaster:
                 yield action, stage.variant(action, first=first, last=of[action.stage].last == action)
 
     def _stage(self, number: int) -> StageForecast:
-        """As most micro-batches find it: neither the first nor the last of a step, where there are others."""
+        """Return a stage's forecast for a micro-batch in the middle of a step: neither the first nor the last, where
+        there are others."""
         stage = self.stages[number]
         of: dict[Kind, Variant] = {}
         row = [a for a in self.schedule.of(self.schedule.rank_of[number]) if a.stage == number]
@@ -345,15 +349,16 @@ class _Forecaster:
         return tuple(found)
 
     def of_rank(self, rank: int) -> dict[int, SimulatedStage]:
-        """A rank's stages."""
+        """Return a rank's stages, simulated."""
         return {stage: self.stages[stage] for stage in self.schedule.stages_of(rank)}
 
     def _held_alike(self, rank: int) -> str:
-        """Equal for ranks whose updates are: they hold alike parameters in the same order, and share alike ones with other ranks."""
+        """Return a text that is equal for ranks with equal updates: they hold equal parameters in the same order, and
+        share the same ones with other ranks."""
         held = self.made.held[rank]
         optimizer = self.made.plan.optimizer
         if optimizer is not None and optimizer.groups:
-            return str(rank)  # (groups go by names)
+            return str(rank)  # (parameter groups depend on names)
         specs = [
             (replace(spec, name=""), held.tied.get(name), name in held.uncounted)
             for name, spec in self.made.layout.items()
@@ -363,8 +368,8 @@ class _Forecaster:
 
 
 def sent_between(transfers: tuple[Transfer, ...], costs: Costs) -> tuple[Sent, ...]:
-    """What crosses between each two stages for a micro-batch, one message for each value. Raises `PlanError` for hardware without a link
-    for "pp"."""
+    """Return what each pair of stages sends for a micro-batch, one message for each value. Raises `PlanError` for
+    hardware without a link for "pp"."""
     link = costs.hardware.link(STAGE_DIM)
     found: dict[tuple[int, int], list[int]] = {}
     for transfer in transfers:

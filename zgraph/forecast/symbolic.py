@@ -1,13 +1,14 @@
 """The forecast of a step as formulas in the number of ranks, the batch and the sequence length.
 
-An operator takes as long in every layer, and its arithmetic and its memory traffic are polynomials: of degree 1 in the batch,
-of at most 2 in the sequence. These are found from a few captures, and checked at a size that they were not found from.
-Communication is that of parameters and gradients, whatever the batch: shards have ceil(n / ranks) rows of n. A roofline and
-the ring's time (`zgraph.passes.analysis.costs`) then give seconds. What the simulator adds is the schedule, which is no formula: a step
-takes at least what its busiest stream does, and at most as long as if nothing overlapped.
+An operator takes the same time in every layer, and its floating-point operations and memory traffic are polynomials: of
+degree 1 in the batch, of at most 2 in the sequence. They are fitted to a few captures, and checked at a size that they
+were not fitted to. Communication is of parameters and gradients, whatever the batch: shards have ceil(n / ranks) rows
+of n. A roofline and the ring's time (`zgraph.passes.analysis.costs`) then give seconds. The schedule, which the
+simulator adds, has no formula: a step takes at least as long as its busiest stream, and at most as long as if nothing
+overlapped.
 
     captures at a grid of sizes   ->  counts per node (`zgraph.forecast.counts`)  ->  polynomials  ->  kinds of equal operators
-    runs of transfers, as buckets are cut from them at any number of ranks                 ->  transfers, bytes
+    runs of transfers, from which buckets are cut at any number of ranks                   ->  transfers, bytes
     one more capture, other ranks ->  counts and the simulator's busy seconds: are the formulas right?
 """
 
@@ -53,16 +54,19 @@ AGREE = 1e-9  # relative: how far the simulator's seconds may be from the formul
 
 
 def symbolic_forecast(model: nn.Module, plan: Plan, inputs: Inputs, costs: Costs | None = None) -> SymbolicForecast:
-    """Forecast forward and backward of `model` (not compiled, on any device, the meta device too) as formulas. Nothing runs.
+    """Forecast forward and backward of `model` (not compiled, on any device, the meta device too) as formulas. Nothing
+    runs.
 
     `inputs` are one rank's own (micro-)batch, and say which of their dimensions are the batch and the sequence (see
-    `zgraph.forecast.several_sizes`); a model that can't be captured with another sequence length has none. `costs` are by default those
-    of the plan's hardware; operators that were timed on it are not used, for they were so at some sizes only.
+    `zgraph.forecast.several_sizes`); a model that can't be captured with another sequence length counts as one without
+    a sequence. `costs` are by default those of the plan's hardware; its measured times of operators are not used,
+    because they are of some sizes only.
 
-    The formulas hold where the program has the operators that it has at the sizes sampled: a model may branch on sizes, and
-    torch's min-cut may save other values at sizes that are far away. Raises `SymbolicError` where operators or costs
-    differ already between the samples, `PlanError` for a plan that has none (with a memory budget, offloading or a pipeline, say), and what
-    `zgraph.build.planned_step.programs` does. Of an elastic plan its batch is left out: the formulas are of any world and batch.
+    The formulas hold where the program has the operators that it has at the sampled sizes: a model may branch on sizes,
+    and torch's min-cut may save other values at distant sizes. Raises `SymbolicError` where operators or costs already
+    differ between the samples, `PlanError` for a plan without formulas (one with a memory budget, offloading or a
+    pipeline, for example), and what `zgraph.build.planned_step.programs` does. The batch of an elastic plan is ignored:
+    the formulas are of any world and batch.
     """
     plan = plan.model_copy(update={"elastic": None})
     _refuse(plan)
@@ -106,7 +110,7 @@ _NO_FORMULAS: tuple[tuple[str, str, Callable[[Plan], bool], str], ...] = (
         for dim in TEAM_DIMS
     ),
 )
-"""(field, what a plan is with it, when, why it has no formulas)"""
+"""(field, the plan in words, whether a plan is one, why it has no formulas)"""
 
 
 def _refuse(plan: Plan) -> None:
@@ -119,14 +123,14 @@ def _refuse(plan: Plan) -> None:
 
 @dataclass(frozen=True)
 class _Mesh:
-    """The plan's mesh at some number of ranks: `free` is the dimension that -1 stands for, `known` the ranks of the others."""
+    """The plan's mesh at some number of ranks."""
 
-    free: str | None
-    known: int
-    world: int
+    free: str | None  # the dimension that -1 stands for; None without one
+    known: int  # the ranks of the other dimensions together
+    world: int  # the number of ranks
 
     def ranks(self, dim: str, plan: Plan) -> Any:
-        """How many ranks a dimension has (1 where the mesh has no such), as a formula."""
+        """Return the number of ranks of a dimension (1 where the mesh has none of the name), as a formula."""
         import sympy
 
         if dim != self.free or self.world == self.known:
@@ -147,17 +151,17 @@ class _Forecaster:
         self.costs = costs
         free = next((d for d, size in plan.mesh.items() if size == -1), None)
         known = math.prod(size for size in plan.mesh.values() if size != -1)
-        # Programs have other operators on the fewest ranks: what one rank holds whole is not gathered.
+        # On the fewest ranks programs have other operators: a parameter on one rank is not sharded, and so not gathered.
         self.fewest = _Mesh(free, known, known)
         self.mesh = _Mesh(free, known, known * self._undivided(free, known)) if free is not None else self.fewest
         self.meshes = list(dict.fromkeys([self.mesh, self.fewest]))
         runs = plan.model_copy(update={"bucket": Bucket(gather=UNBOUNDED, reduce=UNBOUNDED)})
         self.trained: list[str] = []  # parameters that have a gradient
-        self._first: dict[Point, Program] = {}  # what was captured to see whether there is a sequence
+        self._first: dict[Point, Program] = {}  # the capture that shows whether the model has a sequence
         self.passes = {t: build(runs, training=t, costs=costs) for t in (True, False)}
 
     def _undivided(self, free: str | None, known: int) -> int:
-        """The fewest ranks that divide no sharded parameter's rows."""
+        """Return the fewest ranks, from 2, that divide no sharded parameter's rows."""
         specs = self._specs(2 * known).values()
         rows = {s.shape[0] for s in specs if s.shard_dim is not None} if free == "dp" else set()
         ranks = 2
@@ -185,7 +189,7 @@ class _Forecaster:
         return found
 
     def _sequences(self, batch: int) -> list[int | None]:
-        """Lengths to sample at, the last one to check at; None where the model has no sequence."""
+        """Return the lengths to sample at, the last one to check at; [None] for a model without a sequence."""
         if self.inputs.sequence is not None:
             found: list[int | None] = [*lengths(self.inputs.sequence)]
             point = Point(batch, found[1])
@@ -202,13 +206,13 @@ class _Forecaster:
         return captured_program(self.model, plan, self.inputs.at(point), self.mesh.world)
 
     def _on(self, program: Program, world: int) -> Program:
-        """A copy of a program that nothing has been sharded in yet, for so many ranks."""
+        """Return a copy, for `world` ranks, of a program in which nothing is sharded yet."""
         other = program.snapshot()
         other.mesh, other.params = self.plan.resolve_mesh(world), self._specs(world)
         return other
 
     def _counts(self, point: Point, captured: Program) -> list[Counts]:
-        """What there is in the program at a point, on each mesh."""
+        """Count in the program at a point, on each mesh."""
         passes = self.passes[captured.name == "train"]
         names = [p.name for p in passes]
         shard, end = names.index("shard_parameters"), names.index("overlap")
@@ -226,7 +230,8 @@ class _Forecaster:
         return found
 
     def _check(self, found: SymbolicForecast, samples: list[list[Counts]], points: list[Point], point: Point) -> None:
-        """Raise unless the formulas hold at a point that they were not found from, and on other ranks."""
+        """Raise `SymbolicError` unless the formulas hold at a point that they were not fitted to, and on other
+        ranks."""
         captured = self._captured(point)
         program = captured.snapshot()
         for at, counts in enumerate(self._counts(point, captured)):
@@ -259,7 +264,7 @@ class _Forecaster:
 
     # -- formulas --------------------------------------------------------------------------------------------------------
     def _forecast(self, samples: list[list[Counts]]) -> SymbolicForecast:
-        """`samples` by mesh, then by point."""
+        """Return the forecast from samples by mesh, then by point."""
         import sympy
 
         kinds, transfers = self._kinds(self.mesh, samples[0]), self._transfers(self.mesh, samples[0][0].runs)
@@ -309,14 +314,14 @@ class _Forecaster:
         return sympy.Add(*(k.seconds(self.costs.hardware) for k in kinds), self._work(transfers))
 
     def _work(self, transfers: Sequence[Transfers]) -> sympy.Expr:
-        """Seconds that transfers take from the compute stream."""
+        """Return the seconds that transfers take from the compute stream."""
         import sympy
 
         links = [(t, self.costs.hardware.link(t.dim)) for t in transfers]
         return sympy.Add(*(link.start * t.count + link.work * t.bytes for t, link in links if link.start or link.work))
 
     def _links(self, transfers: Sequence[Transfers]) -> dict[str, sympy.Expr]:
-        """Seconds of each link: a mesh dimension's own, or "*"."""
+        """Return the seconds of each link: a mesh dimension's own, or "*"."""
         import sympy
 
         hardware = self.costs.hardware
@@ -339,7 +344,7 @@ class _Forecaster:
         known = symbols()
         found = []
         for (target, flops, fixed, rows, rate, padding), number in grouped.items():
-            # (n rows are padded just where the ranks do not divide n)
+            # (n rows are padded only if the ranks do not divide n)
             there = 1 if padding is None else sympy.ceiling(padding / ranks) - sympy.floor(padding / ranks)
 
             def formula(c: tuple[Fraction, ...]) -> Any:
@@ -360,7 +365,8 @@ class _Forecaster:
         return tuple(found)
 
     def _buckets(self, mesh: _Mesh, dim: str, kind: str, runs: list[Run]) -> sympy.Expr:
-        """How many buckets runs are cut into: a number, or a function of the world, which sympy calls with a number."""
+        """Return the number of buckets that runs are cut into: a constant, or a function of the world that sympy calls
+        with a number."""
         import sympy
 
         plan = self.plan
@@ -390,7 +396,7 @@ class _Forecaster:
         return made
 
     def _memory(self) -> dict[str, sympy.Expr]:
-        """Bytes of what a rank holds of the parameters: shards with their padding."""
+        """Return the bytes of parameters, gradients and states on a rank, padding of shards included."""
         specs = self._specs(self.mesh.world)
         ranks = self.mesh.ranks("dp", self.plan)
         shared = self.mesh.shards
@@ -423,7 +429,7 @@ def _fixed(operator: Operator) -> int:
 
 
 def _same(one: Counts, other: Counts, here: Point, there: Point) -> None:
-    """Raise unless two programs have the same operators, node by node."""
+    """Raise `SymbolicError` unless two programs have the same operators, node by node."""
     for a, b in zip(one.nodes, other.nodes, strict=False):
         if not a.like(b):
             raise _differ(f"node {a.name!r}", f"{a.target} at {here}, {b.target} ({b.name!r}) at {there}", here, there)
@@ -459,7 +465,7 @@ def _close(one: Any, other: Any) -> bool:
 
 
 def _equal_kinds(many: Sequence[Kind], fewest: Sequence[Kind], least: dict[Any, int]) -> bool:
-    """Whether what is true of many ranks is true of the fewest as well."""
+    """Return whether the kinds of many ranks, at the fewest ranks' world `least`, are the kinds of the fewest ranks."""
 
     def table(kinds: Sequence[Kind], values: dict[Any, int]) -> Counter[Any]:
         found: Counter[Any] = Counter()

@@ -1,9 +1,9 @@
 """Find the first pass that changes what a step computes, by running its programs after each pass on virtual ranks.
 
-A step's programs (forward and backward as a whole, then split) are compared with the plain model, an update's with the update before any
-pass. A pass is to blame if something differs by more than rounding after it and did not before it; if its contract says that it keeps
-every bit and it does not; and if the verifier refuses the program that it leaves. Passes are run one after another rather than bisected,
-because a later pass may hide what an earlier one did.
+A step's programs (forward and backward as a whole, then split) are compared with the plain model, an update's with the
+update before any pass. A pass is to blame if something differs by more than rounding after it and did not before it; if
+its contract says that it keeps every bit and it does not; and if the verifier refuses the program that it leaves.
+Passes are run one after another rather than bisected, because a later pass may hide what an earlier one did.
 """
 
 from __future__ import annotations
@@ -121,11 +121,13 @@ def bisect(
     loss_fn: Callable[..., torch.Tensor] | None = None,
     bound: float | None = None,
 ) -> Bisection:
-    """Run the programs of a step, and of its update, after each pass on `world` virtual ranks, and find the passes to blame.
+    """Run the programs of a step, and of its update, after each pass on `world` virtual ranks, and find the passes to
+    blame.
 
-    `inputs` (the global batch) and `loss_fn` are as in `zgraph.verify`, which documents what is compared, and raises the same errors. `bound`
-    is the allowed relative error, by default that of the dtype that is computed in (`zgraph.program.tolerance`). Raises `PlanError` for a
-    plan with a pipeline: `zgraph.verify` says which of its stages is wrong.
+    `inputs` (the global batch) and `loss_fn` are as in `zgraph.verify`, which documents what is compared, and raises
+    the same errors. `bound` is the allowed relative error, by default that of the dtype that is computed in
+    (`zgraph.program.tolerance`). Raises `PlanError` for a plan with a pipeline: `zgraph.verify` says which of its
+    stages is wrong.
     """
     plan.refuse_pipeline(world, "search for a faulty pass")
     if plan.wire.compresses:

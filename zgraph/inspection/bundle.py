@@ -34,8 +34,8 @@ def write(inspection: Inspection, folder: Path, written: set[str] | None = None,
     """Write a bundle. Programs named in `written` are in the folder already; those written now are added to it. Without
     `views` the files made of the programs (remarks, memory, timeline, report) are not written again.
 
-    The head (bundle.json) is written last and in one move: a bundle that has one is complete. Raises `BundleError` if the folder can't be
-    written.
+    The head (bundle.json) is written last and in one move: a bundle that has one is complete. Raises `BundleError` if
+    the folder can't be written.
     """
     written = set() if written is None else written
     try:

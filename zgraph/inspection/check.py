@@ -1,7 +1,7 @@
 """Check a plan against a model, a number of ranks and hardware, and report everything that would fail at once.
 
-Each check is a method that yields what it finds. If one fails, only checks that need its result are skipped. A plan with faults is
-checked without the keys that have them, so that the rest of it is checked as well.
+Each check is a method that yields what it finds. If one fails, only checks that need its result are skipped. A plan
+with faults is checked without the keys that have them, so that the rest of it is checked as well.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ def check(
     """Check a plan, or a file that should hold one, for a model and the inputs of one rank's batch, which `find`
     returns.
 
-    `world` is by default the mesh's number of ranks. `device` names the hardware in place of the plan's, `otherwise` the hardware for a plan
-    that names none (by default this machine's). Faults are returned as findings, not raised.
+    `world` is by default the mesh's number of ranks. `device` names the hardware in place of the plan's, `otherwise`
+    the hardware for a plan that names none (by default this machine's). Faults are returned as findings, not raised.
     """
     return _Checks(find, plan, world, device, otherwise).run()
 

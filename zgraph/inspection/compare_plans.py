@@ -1,7 +1,8 @@
 """Compare plans for one model, and search for the best: step time and peak by simulation, on the same batch.
 
-Every plan gets the same batch of a rank, cut into its micro-batches. The search tries ZeRO stages and numbers of micro-batches; for each,
-the memory budget's own search (`zgraph/build/memory_search.py`) decides what to recompute, to offload and to keep gathered.
+Every plan gets the same batch of a rank, cut into its micro-batches. The search tries ZeRO stages and numbers of
+micro-batches; for each, the memory budget's own search (`zgraph/build/memory_search.py`) decides what to recompute, to
+offload and to keep gathered.
 """
 
 from __future__ import annotations

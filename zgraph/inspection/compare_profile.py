@@ -1,9 +1,10 @@
 """Compare the simulated step with a PyTorch profile of a real run, node by node.
 
-A run marks each of its programs in a profile ("zgraph:train0.forward"). Inside such a range the operators that ran are in the
-program's order, so the n-th `aten::mm` is the n-th node that calls it. What Inductor fused has no operator of its own in a profile: the
-time of a range that no operator took is compared with all of its other nodes together. Operators that the program lacks are reported. On
-CUDA an operator's time is that of the kernels that it launched. Times are medians over the runs that the profile has.
+A run marks each of its programs in a profile ("zgraph:train0.forward"). Inside such a range the operators that ran are
+in the program's order, so the n-th `aten::mm` is the n-th node that calls it. What Inductor fused has no operator of
+its own in a profile: the time of a range that no operator took is compared with all of its other nodes together.
+Operators that the program lacks are reported. On CUDA an operator's time is that of the kernels that it launched. Times
+are medians over the runs that the profile has.
 """
 
 from __future__ import annotations

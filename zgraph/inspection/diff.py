@@ -1,9 +1,10 @@
 """What changed from one program to another: nodes added, removed, moved and changed, and bytes, time and peak before
 and after.
 
-Programs are compared as JSON, which live ones and those of a bundle both have, so no program is loaded. Nodes with equal names are the
-same node: passes keep names. Of the nodes in both, the moved ones are the fewest whose removal leaves the same order in both (the
-complement of a longest increasing subsequence; Fredman, 1975, "On computing the length of longest increasing subsequences").
+Programs are compared as JSON, which live ones and those of a bundle both have, so no program is loaded. Nodes with
+equal names are the same node: passes keep names. Of the nodes in both, the moved ones are the fewest whose removal
+leaves the same order in both (the complement of a longest increasing subsequence; Fredman, 1975, "On computing the
+length of longest increasing subsequences").
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Describe a machine for a bug report: versions, devices, links, disks, limits, and what is missing and what that
 costs.
 
-Every section is read by itself: one that can't be read says why, and the others are still there. Nothing in it is secret: of the
-environment variables only those of zgraph, PyTorch and the libraries below them are shown, without passwords, and the home folder is
-written as ~.
+Every section is read by itself: one that can't be read says why, and the others are still there. Nothing in it is
+secret: of the environment variables only those of zgraph, PyTorch and the libraries below them are shown, without
+passwords, and the home folder is written as ~.
 """
 
 from __future__ import annotations

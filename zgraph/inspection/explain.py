@@ -1,7 +1,7 @@
 """Explain a node, a parameter, a pass, the peak of memory, or what the passes missed.
 
-The answer is a list of statements: what is the case, why, what it costs, and what would change it. All of it is read from the programs
-after each pass, the simulated step and the passes' remarks.
+The answer is a list of statements: what is the case, why, what it costs, and what would change it. All of it is read
+from the programs after each pass, the simulated step and the passes' remarks.
 """
 
 from __future__ import annotations

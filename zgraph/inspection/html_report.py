@@ -1,9 +1,9 @@
 """The report: all of an inspection as one HTML page that needs neither a network nor a library.
 
-Figures, plan and remarks are text in the page, so they are seen at once; the programs are one compressed block in it, which the page's
-scripts unpack. Names are the user's and may hold anything: in the page they are escaped, in the block they are encoded as letters and
-digits, and scripts put them into the page as text. The page's content security policy forbids every script but its own, and every
-connection.
+Figures, plan and remarks are text in the page, so they are seen at once; the programs are one compressed block in it,
+which the page's scripts unpack. Names are the user's and may hold anything: in the page they are escaped, in the block
+they are encoded as letters and digits, and scripts put them into the page as text. The page's content security policy
+forbids every script but its own, and every connection.
 """
 
 from __future__ import annotations

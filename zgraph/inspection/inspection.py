@@ -28,7 +28,8 @@ STEP, UPDATE, EVALUATION = "step", "update", "evaluation"
 class Way:
     """A program after each of its passes.
 
-    Of several micro-batches the first, the following ones and the last may have programs of their own, which belong to the same `step`.
+    Of several micro-batches the first, the following ones and the last may have programs of their own, which belong to
+    the same `step`.
     """
 
     name: str  # the program's name

@@ -1,7 +1,8 @@
 """The forecast of the memory as a snapshot that PyTorch's memory visualiser opens (https://pytorch.org/memory_viz).
 
-The format is that of `torch.cuda.memory._snapshot()`: a trace of allocations and frees, each with its address, bytes, time and frames. A
-value's frames are its module and the user's line; addresses are made up so that no two living values overlap.
+The format is that of `torch.cuda.memory._snapshot()`: a trace of allocations and frees, each with its address, bytes,
+time and frames. A value's frames are its module and the user's line; addresses are made up so that no two living values
+overlap.
 """
 
 from __future__ import annotations

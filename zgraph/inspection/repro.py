@@ -1,7 +1,7 @@
 """Run a failed pass once more, from the folder that it left (`zgraph/passes/reproducer.py`).
 
-The passes are rebuilt from the plan and the decisions made for it (`zgraph.build.recipe`); a pass of the user's is imported by its name.
-The program is read from the folder: neither the model nor its ranks are needed.
+The passes are rebuilt from the plan and the decisions made for it (`zgraph.build.recipe`); a pass of the user's is
+imported by its name. The program is read from the folder: neither the model nor its ranks are needed.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Replay:
 def replay(folder: Path) -> Replay:
     """Run the passes of a reproducer from the one that failed on.
 
-    Raises `BundleError` for a folder that is no reproducer, is damaged, or is of another version, and if its pipeline can't be rebuilt;
-    `PlanError` if a pass of the user's can't be imported.
+    Raises `BundleError` for a folder that is no reproducer, is damaged, or is of another version, and if its pipeline
+    can't be rebuilt; `PlanError` if a pass of the user's can't be imported.
     """
     head = _head(folder)
     names: list[str] = head["passes"]

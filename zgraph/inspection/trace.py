@@ -1,8 +1,9 @@
 """The simulated step as a trace for Perfetto and chrome://tracing.
 
-The format is Google's "Trace Event Format": a process for each rank, a thread for each lane (compute, each link, copy engines, disk,
-host), complete events in microseconds, counters for the live bytes by category, and flow arrows from the transfer of a gathered weight
-to the node that reads it first. Every rank runs the same program, so ranks differ only in their number.
+The format is Google's "Trace Event Format": a process for each rank, a thread for each lane (compute, each link, copy
+engines, disk, host), complete events in microseconds, counters for the live bytes by category, and flow arrows from the
+transfer of a gathered weight to the node that reads it first. Every rank runs the same program, so ranks differ only in
+their number.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """DeepSpeed's checkpoints as a source: weights in float32, the optimizer's states by parameter, buffers, counts and the
 loss scale.
 
-Read are checkpoints of ZeRO stages 0 to 3, universal ones, those of pipelines with ZeRO, and those of tensor parallelism that describe how
-parameters are divided, also in pipelines. Besides tensors, each file holds a pickle of DeepSpeed's objects, none of which is constructed
-(`zgraph.checkpoint.formats.torchfile`). Experts are refused: these files do not say how they are divided. [Note: pipelines] Each stage has
-its own model file (mp_rank_01 is the second stage's) and the partitions of its parameters; tensors that are no parameters are in a file of
-their layer. With tensor parallelism in a pipeline, the second stage's files follow the first stage's, one for each tensor-parallel rank (of
-two, mp_rank_02 and mp_rank_03), and a layer has a file for each tensor-parallel rank.
+Read are checkpoints of ZeRO stages 0 to 3, universal ones, those of pipelines with ZeRO, and those of tensor
+parallelism that describe how parameters are divided, also in pipelines. Besides tensors, each file holds a pickle of
+DeepSpeed's objects, none of which is constructed (`zgraph.checkpoint.formats.torchfile`). Experts are refused: these
+files do not say how they are divided. [Note: pipelines] Each stage has its own model file (mp_rank_01 is the second
+stage's) and the partitions of its parameters; tensors that are no parameters are in a file of their layer. With tensor
+parallelism in a pipeline, the second stage's files follow the first stage's, one for each tensor-parallel rank (of two,
+mp_rank_02 and mp_rank_03), and a layer has a file for each tensor-parallel rank.
 """
 
 from __future__ import annotations

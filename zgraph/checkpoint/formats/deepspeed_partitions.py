@@ -1,9 +1,10 @@
 """Which elements of each parameter are in which of the partitions that DeepSpeed's ZeRO cuts parameters and states
 into.
 
-Stages 1 and 2 (Rajbhandari et al., 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models") lay the parameters of a
-group end to end, pad the whole, and give each rank an equal part: a parameter may begin on one rank and end on the next. Stage 3 cuts
-each parameter, padded, into equal parts, and each rank stores its own parts end to end, in sub-groups. States are cut as the weights are.
+Stages 1 and 2 (Rajbhandari et al., 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models") lay
+the parameters of a group end to end, pad the whole, and give each rank an equal part: a parameter may begin on one rank
+and end on the next. Stage 3 cuts each parameter, padded, into equal parts, and each rank stores its own parts end to
+end, in sub-groups. States are cut as the weights are.
 """
 
 from __future__ import annotations

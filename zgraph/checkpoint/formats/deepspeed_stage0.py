@@ -1,7 +1,7 @@
 """DeepSpeed's checkpoints without ZeRO: the module's own state dict, and an optimizer's, which numbers the parameters.
 
-The optimizer's part has no names. Within each group its parameters are in the order of the model, so the shapes of the states determine
-the names if only one assignment fits. Where several fit, the checkpoint is refused.
+The optimizer's part has no names. Within each group its parameters are in the order of the model, so the shapes of the
+states determine the names if only one assignment fits. Where several fit, the checkpoint is refused.
 """
 
 from __future__ import annotations

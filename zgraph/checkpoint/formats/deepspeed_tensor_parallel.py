@@ -1,9 +1,9 @@
 """Which block of each parameter is in which of the files of DeepSpeed's tensor-parallel ranks.
 
-DeepSpeed 0.19.8 writes it as `universal_checkpoint_info`, which its own conversion reads: the blocks of each parameter by rank
-(`affine_map`) and, for parameters without them, the patterns of names that are cut by rows, are whole on every rank, or are several
-parameters in one. Megatron's checkpoints have only the patterns. Without this information the division is unknown: a fused weight looks
-like a plain one.
+DeepSpeed 0.19.8 writes it as `universal_checkpoint_info`, which its own conversion reads: the blocks of each parameter
+by rank (`affine_map`) and, for parameters without them, the patterns of names that are cut by rows, are whole on every
+rank, or are several parameters in one. Megatron's checkpoints have only the patterns. Without this information the
+division is unknown: a fused weight looks like a plain one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""DeepSpeed's universal checkpoints: a folder `zero/NAME` for each parameter, with a file for it and for each of its states."""
+"""DeepSpeed's universal checkpoints: a folder `zero/NAME` for each parameter, with a file for it and for each of its
+states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A folder of safetensors as weights: of transformers (one file, or several with an index), or of torch's `HuggingFaceStorageWriter`."""
+"""A folder of safetensors as weights: of transformers (one file, or several with an index), or of torch's
+`HuggingFaceStorageWriter`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Find out which names of a checkpoint are the model's, and which the optimizer's, whatever keys it was saved under.
 
-torch.distributed.checkpoint joins the keys of nested dicts with dots. The optimizer's part is recognised by the form that
-`torch.distributed.checkpoint.state_dict` gives it: `PREFIX.state.NAME.KEY` beside `PREFIX.param_groups`; the model's part by the names
-that the optimizer has states of, or else by the keys that it was saved under. What is ambiguous is refused.
+torch.distributed.checkpoint joins the keys of nested dicts with dots. The optimizer's part is recognised by the form
+that `torch.distributed.checkpoint.state_dict` gives it: `PREFIX.state.NAME.KEY` beside `PREFIX.param_groups`; the
+model's part by the names that the optimizer has states of, or else by the keys that it was saved under. What is
+ambiguous is refused.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A folder of plain torch.distributed.checkpoint as a source: `.metadata` and `*.distcp`, as FSDP2, torchtitan and
 Lightning write them.
 
-`.metadata` is a pickle. It is parsed without constructing any object: torch's own metadata classes become records of what they hold, and a
-pickle that names anything else is refused. Each block is a small file of `torch.save` inside a larger one, at a position that the metadata
-gives.
+`.metadata` is a pickle. It is parsed without constructing any object: torch's own metadata classes become records of
+what they hold, and a pickle that names anything else is refused. Each block is a small file of `torch.save` inside a
+larger one, at a position that the metadata gives.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Read a file of `torch.save` without running what is in it.
 
-It is a ZIP archive: `data.pkl`, a pickle of everything but the tensors' numbers, and one uncompressed record for each storage. The
-pickle is parsed by an unpickler that knows plain values, dtypes, shapes and tensors. Whatever else it names becomes an `Inert`, which keeps
-its arguments and state; nothing is imported, called or constructed. Tensors are not read but described (`Stored`).
+It is a ZIP archive: `data.pkl`, a pickle of everything but the tensors' numbers, and one uncompressed record for each
+storage. The pickle is parsed by an unpickler that knows plain values, dtypes, shapes and tensors. Whatever else it
+names becomes an `Inert`, which keeps its arguments and state; nothing is imported, called or constructed. Tensors are
+not read but described (`Stored`).
 """
 
 from __future__ import annotations
@@ -221,7 +222,8 @@ class TorchFile:
         return _Storage(self.path, of.dtype, start, nbytes)
 
     def verify(self) -> None:
-        """Compare every record with its checksum in the archive (torch can be told to write none). Raises `CheckpointError`."""
+        """Compare every record with its checksum in the archive (torch can be told to write none). Raises
+        `CheckpointError`."""
         file = OpenFile(self.path)
         for name, (start, nbytes) in self._places.items():
             found = 0

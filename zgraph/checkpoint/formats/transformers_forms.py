@@ -1,7 +1,8 @@
 """The files of a transformers model, by the names and in the forms that the model holds its weights in.
 
 transformers 5 holds some weights in another form than their files have, Mixtral's experts, for example, as one tensor.
-`pretrained.views` says which part of which weight each tensor of a file is; here each such part is a block of the weight.
+`pretrained.views` says which part of which weight each tensor of a file is; here each such part is a block of the
+weight.
 """
 
 from __future__ import annotations

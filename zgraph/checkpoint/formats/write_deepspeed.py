@@ -1,8 +1,9 @@
 """Write a checkpoint of any system as DeepSpeed's: partitions of ZeRO stages 1 to 3 for a number of ranks, or a
 universal one for any number.
 
-The files are those of DeepSpeed 0.19. Its loaders need objects of its own classes in them (a loss scaler, addresses of fragments): these are written
-by name, so that DeepSpeed need not be installed here. `zgraph.checkpoint.formats.deepspeed_partitions` describes how partitions are cut.
+The files are those of DeepSpeed 0.19. Its loaders need objects of its own classes in them (a loss scaler, addresses of
+fragments): these are written by name, so that DeepSpeed need not be installed here.
+`zgraph.checkpoint.formats.deepspeed_partitions` describes how partitions are cut.
 """
 
 from __future__ import annotations

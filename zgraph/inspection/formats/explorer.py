@@ -1,7 +1,8 @@
 """A program for Google's Model Explorer: modules nested by their paths, bytes and time as overlays.
 
-The graph is a list of one graph collection (`model_explorer.graph_builder.GraphCollection`). Model Explorer reads each overlay from a file
-of its own, with a graph's node data by the graph's id (`model_explorer.node_data_builder.ModelNodeData`).
+The graph is a list of one graph collection (`model_explorer.graph_builder.GraphCollection`). Model Explorer reads each
+overlay from a file of its own, with a graph's node data by the graph's id
+(`model_explorer.node_data_builder.ModelNodeData`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""A program as a Python file that runs: imports, a `forward` over a module of its constants, and inputs of the right types.
+"""A program as a Python file that runs: imports, a `forward` over a module of its constants, and inputs of the right
+types.
 
-Besides the program's code the file has what Python needs to run it: the objects that the code refers to by name, constants and inputs.
+Besides the program's code the file has what Python needs to run it: the objects that the code refers to by name,
+constants and inputs.
 """
 
 from __future__ import annotations

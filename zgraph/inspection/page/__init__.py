@@ -1,7 +1,8 @@
 """The parts of the report's page.
 
-`data.py` packs the data that the scripts show; `parameters.py` makes the table of parameters; `summary.py` the part that is shown before
-any script has run. The page itself is `page.html` with `page.css` and the scripts, one for each view, in the order of `SCRIPTS`.
+`data.py` packs the data that the scripts show; `parameters.py` makes the table of parameters; `summary.py` the part
+that is shown before any script has run. The page itself is `page.html` with `page.css` and the scripts, one for each
+view, in the order of `SCRIPTS`.
 """
 
 SCRIPTS = (

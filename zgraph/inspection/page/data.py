@@ -1,9 +1,10 @@
 """The data that the page's scripts read, in a compact form: every program after every pass, and the forecasts of the
 finished ones.
 
-Passes change little, and variants of a program share most of it. So a line of a program's text is stored once, with what is known of its
-node (a *row*; its columns are lists of numbers, which for texts are positions in one list of strings). A program after a pass is then
-a list of runs over rows: [first row, number of rows, first row, …]. Times are in nanoseconds, positions of nodes are those in the graph.
+Passes change little, and variants of a program share most of it. So a line of a program's text is stored once, with
+what is known of its node (a *row*; its columns are lists of numbers, which for texts are positions in one list of
+strings). A program after a pass is then a list of runs over rows: [first row, number of rows, first row, …]. Times are
+in nanoseconds, positions of nodes are those in the graph.
 """
 
 from __future__ import annotations
