@@ -1,4 +1,4 @@
-"""The graph passes, one idea a file, and what runs and checks them.
+"""The graph passes, a file for each, and the code that runs and checks them.
 
 A pass is a function over a `Program` with a declared contract (`contract.py`); `manager.py` runs a pipeline of them,
 `verifier/` checks the program after each.

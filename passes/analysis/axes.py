@@ -1,10 +1,10 @@
 """The axes of a program: which dimensions of which tensors run over the same index.
 
 Every dimension of every tensor is a product of axes, outermost first. The operators' labels (see
-`zgraph.passes.spmd.sharding_rules`) say which axes are one: the rows of a weight, the last dimension of what it makes,
-the heads that a view cuts this into and the columns of the weight that reads them again are the same two axes. So one
-decision, that an axis is split over ranks, says how every tensor is stored, through views of any kind. An axis is cut
-in two where a view needs it; where two ways to cut an axis do not fit, the dimensions stay apart.
+`zgraph.passes.spmd.sharding_rules`) say which axes are one: the rows of a weight, the last dimension of its product, the
+heads that a view splits this dimension into and the columns of the weight that reads the heads are the same two axes.
+So one decision, that an axis is split over ranks, says how every tensor is stored, through views of any kind. An axis
+is cut in two where a view needs it; where two ways to cut an axis do not fit, the dimensions stay apart.
 """
 
 from __future__ import annotations

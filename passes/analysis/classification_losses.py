@@ -1,4 +1,6 @@
-"""Where a program computes a classification loss: by torch's own operators, or by those that they are decomposed into."""
+"""Finds where a program computes a classification loss: by torch's own operators, or by those that they are decomposed
+into.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from zgraph.program import collectives
 aten = torch.ops.aten
 
 LOOK_UPS = {aten.nll_loss_forward.default, aten.gather.default}
-"""What picks the target of each row."""
+"""Operators that pick the target of each row."""
 
 
 def normalised(node: fx.Node) -> fx.Node | None:

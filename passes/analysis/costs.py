@@ -1,9 +1,9 @@
 """What a node costs: a roofline for operators, latency and bandwidth for collectives, or what was measured here.
 
-An operator takes as long as its arithmetic or its memory traffic, whichever is more (Williams et al., 2009, "Roofline").
-Pointwise operators and reductions are taken as fused, as Inductor fuses them: what one of them makes for another goes
-through no memory. A collective over n ranks takes (n - 1) latencies and sends (n - 1) / n of its bytes, an all-reduce twice that
-(the ring algorithm: Thakur et al., 2005, "Optimization of Collective Communication Operations in MPICH").
+An operator takes as long as its arithmetic or its memory traffic, whichever is more (Williams et al., 2009,
+"Roofline"). Pointwise operators and reductions are taken as fused, as Inductor fuses them: values between them do not
+go through memory. A collective over n ranks takes (n - 1) latencies and sends (n - 1) / n of its bytes, an all-reduce
+twice that (the ring algorithm: Thakur et al., 2005, "Optimization of Collective Communication Operations in MPICH").
 """
 
 from __future__ import annotations

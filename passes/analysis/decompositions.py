@@ -1,5 +1,5 @@
-"""Operators as several others that can be computed in parts where the one operator can't: along the classes of a
-softmax or a loss, or along the inner dimension of a product that something is added to.
+"""Rewrites operators as several others that can be computed in parts where the one operator can't: along the classes of
+a softmax or a loss, or along the inner dimension of a product that something is added to.
 
 Each expansion builds the same function of whole tensors. (Dividing its nodes gives the vocabulary-parallel loss that
 Megatron writes by hand.)

@@ -41,8 +41,8 @@ def rows_of(axes: Axes, node: fx.Node, axis: Axis) -> bool:
 
 
 def sliced(axes: Axes, node: fx.Node, axis: Axis) -> tuple[bool, ...] | None:
-    """Return, of each result of an operator that can be computed for some of the rows, whether it has these rows; else
-    it is a term of a sum.
+    """Return, for each result of an operator computed for some of the rows, whether it has these rows; one without is a
+    term of a sum.
 
     Returns None for an operator that can't be computed for some of the rows.
     """

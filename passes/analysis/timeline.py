@@ -14,7 +14,7 @@ LINK = "link"
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What one node does on one lane. That of a bucket is named after its first start."""
+    """The work of one node on one lane. A bucket has one span, named after its first start."""
 
     node: str  # the node's name
     lane: str  # "compute", "link:dp", "h2d", "d2h", "nvme" or "host"

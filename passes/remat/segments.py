@@ -430,7 +430,7 @@ class _Ways:
                 and pointwise(node)
                 and any(most_bytes(r) == most_bytes(node) for r in dying if r not in fixed)
             )
-            most = max(most, now - (most_bytes(node) if place else 0))  # (its result may take the place of an operand)
+            most = max(most, now - (most_bytes(node) if place else 0))  # (its result may overwrite an operand)
             for root in dying:
                 held.discard(root)
                 now -= own_bytes(root)

@@ -60,7 +60,7 @@ class Cuts(Record, frozen=True):
 
     @property
     def fingerprint(self) -> str:
-        """Equal for cuts of models that read the same parameters in the same order."""
+        """A hash that is equal for cuts of models that read the same parameters in the same order."""
         return hashlib.sha256("\n".join(_settled(self.reads)).encode()).hexdigest()
 
 

@@ -8,7 +8,7 @@ of its own:
     those, tangents, values that come back from later (RETURNED)    -> gradients, values for earlier stages (RETURNED)
 
 `zgraph.passes.stages.stage_assignment` says which stage makes each value, and which read it. A value that is made in
-one stage and read in another is a `Transfer`, past the stages between. It arrives without gaps and with memory of its
+one stage and read in another is a `Transfer`, directly between the two. It arrives without gaps and with memory of its
 own. Every stage has the gradient of each parameter that it holds: if several stages hold a parameter these are parts,
 whose sum is the gradient.
 """
@@ -150,7 +150,7 @@ class _StageProgram:
         return self.program
 
     def _let_wait(self, node: fx.Node) -> None:
-        """Move a view of a forward's value that a later stage returns to the backward, in which the value arrives."""
+        """Move a view to the backward if its base comes from a later stage, which returns it only then."""
         late = any(info(a).phase is Phase.BACKWARD for a in node.all_input_nodes)
         if late and info(node).phase is Phase.FORWARD:
             set_info(node, info(node).replace(phase=Phase.BACKWARD))
@@ -232,7 +232,7 @@ class _StageProgram:
             total = terms[0] if terms else self._zeros(gradient, record)
             for term in terms[1:]:
                 total = self._call(aten.add.Tensor, (total, term), record, gradient.name)
-            if info(total).phase is Phase.FORWARD:  # (a gradient is made in the backward, if only as a copy)
+            if info(total).phase is Phase.FORWARD:  # (a gradient has to be made in the backward: copy it)
                 total = self._copied(total, record, f"own_{gradient.name}")
             found.append((port, total))
         return found

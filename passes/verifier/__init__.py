@@ -1,7 +1,7 @@
 """Checks a program against the invariants of its level; runs after capture and after every pass.
 
-Each rule is one function over the program that yields a `VerifyError` for each node at fault. `RULES` lists them; a file of
-this folder has those about one thing.
+Each rule is one function over the program that yields a `VerifyError` for each node at fault. `RULES` lists them; each
+file of this folder has the rules about one subject.
 """
 
 from __future__ import annotations

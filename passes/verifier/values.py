@@ -38,7 +38,7 @@ def _parts(node: fx.Node) -> tuple[Any, ...]:
     return (node.target, node.args, node.kwargs, value(node), *map(value, node.all_input_nodes))
 
 
-# What torch's own operators give for arguments whose sizes are numbers, in this process.
+# The types of results of torch's own operators, for arguments whose sizes are numbers; shared by all programs of the process.
 _torchs: dict[Any, Any] = {}
 _TORCHS = ("aten", "prims", "_c10d_functional")
 _MOST = 20_000  # entries of a cache; a full one is emptied

@@ -1,4 +1,4 @@
-"""Gathers of parameters in a program: how they are written, and how they are found."""
+"""Builds the gathers of parameters, and finds them in a program."""
 
 from __future__ import annotations
 

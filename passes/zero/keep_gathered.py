@@ -1,4 +1,6 @@
-"""The gathered weights of ZeRO stages 1 and 2 stay: they leave the program, or an earlier program has gathered them."""
+"""Keeps the gathered weights of ZeRO stages 1 and 2: they become outputs, or come in from an earlier program that
+gathered them.
+"""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class ReduceOptions:
 )
 def reduce_gradients(program: Program, options: ReduceOptions) -> dict[str, int]:
     items: list[tuple[Port, fx.Node]] = []
-    pending: list[fx.Node] = []  # waits of the reduction in flight, to stand before the next one starts
+    pending: list[fx.Node] = []  # waits of the reduction in flight, to be moved before the start of the next one
     scattered = reduced = 0
     grads = {
         p.name: n for p, n in program.output_items() if p.role is OutputRole.GRADIENT and p.of is InputRole.PARAMETER
