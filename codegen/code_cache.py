@@ -1,7 +1,9 @@
-"""Inductor's code, kept for later processes: its source as text, and the libraries of its C++ kernels as bytes with their sums.
+"""A cache of Inductor's code for later processes: its source as text, and the libraries of its C++ kernels as bytes
+with their hashes.
 
-Inductor has caches of its own: of graphs, which it pickles, and of libraries, which it takes by their names. Here nothing is unpickled, and
-no library is loaded that is not, byte by byte, the one that was compiled: one that is missing or damaged in Inductor's folder is put there anew.
+Inductor has caches of its own: of graphs, which it pickles, and of libraries, which it finds by name. Here nothing is
+unpickled, and no library is loaded that is not, byte by byte, the one that was compiled: one that is missing or
+damaged in Inductor's folder is written anew.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ CODE, LIBRARY = "code", "library"
 
 @dataclass(frozen=True)
 class Code:
-    """The code of one program, and what was read of it when it was made."""
+    """The code of one program, and what was read of it when it was compiled."""
 
     source: str  # the generated source
     strides: list[Any]  # strides of each output, None where Inductor tells none
@@ -62,9 +64,9 @@ class KeptCode:
         Returns None for a program that has no text, or has symbolic sizes.
         """
         if program.sizes:
-            return None  # (what Inductor asks of the sizes is no part of the code)
+            return None  # (the guards that Inductor adds to the sizes are not stored with the code)
         try:
-            # (over gloo, and in a ring, the code has this rank's own number in it)
+            # (over gloo, and in a ring, the code contains this rank's number)
             places = {name: process_groups.backend_of(name, self.device) for name in how["groups"].values()}
             return hashed(self.conditions, text_of(program), json.dumps([how, places], sort_keys=True))
         except UnsupportedError as error:

@@ -1,9 +1,9 @@
-"""Which library computes float32 products on a machine's processors.
+"""Which library computes float32 matrix products on a machine's processors.
 
-torch has them computed by MKL, which on processors that are not Intel's leaves a part of them idle: on AMD EPYCs with AVX-512 it reaches
-97 GFLOP/s a core beside oneDNN's 217 (Zen 5), and 94 beside 103 (Zen 4; torch 2.13, products of 512 x 512 x 2048). There oneDNN, which
-torch comes with, computes what Inductor's code calls. The choice follows from the processor alone: a plan gives the same numbers each time
-that it runs on a machine.
+torch uses MKL, which does not use all of a processor that is not Intel's: on AMD EPYCs with AVX-512 it reaches 97
+GFLOP/s a core where oneDNN reaches 217 (Zen 5), and 94 where oneDNN reaches 103 (Zen 4; torch 2.13, products of 512 x
+512 x 2048). On these oneDNN, which torch comes with, computes the products that Inductor's code calls. The choice
+depends on the processor alone: a plan gives the same numbers each time that it runs on a machine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from zgraph.program.sizes import largest
 from zgraph.torch_compat.onednn import onednn_product
 
 MIN_FLOP = 2**23  # FLOP: below it a call of oneDNN costs as much as it saves
-SCRATCH = 700_000  # bytes that one of its calls takes meanwhile on each thread, at most (673 kB measured, of matrices of all sizes)
+SCRATCH = 700_000  # bytes that one of its calls allocates on each thread, at most (673 kB measured, for matrices of all sizes)
 THIN = 16  # rows or columns: products with fewer are bound by memory
 
 
@@ -69,7 +69,8 @@ def _worth(made: torch.Tensor, shape: Sequence[int], inner: int) -> bool:
 
 
 class Products:
-    """Inductor's `extern_kernels`, with large float32 products on the CPU by `product(a, b, into, beta)`: into = beta * into + a @ b."""
+    """Inductor's `extern_kernels`, with large float32 products on the CPU by `product(a, b, into, beta)`: into = beta
+    * into + a @ b."""
 
     def __init__(self, kernels: Any, product: Any) -> None:
         self._kernels = kernels

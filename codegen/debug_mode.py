@@ -1,9 +1,10 @@
 """`ZGRAPH_DEBUG=layout,values`: programs that check themselves each time that they run.
 
-`layout` holds each value's real strides, dtype and size against its fake one: of an eager program every node, of one that Inductor
-compiled its inputs and outputs (Inductor's own code looks at what library calls give). `values` runs each program a second time, operator
-by operator on copies of its inputs and from the same random state, and compares. Collectives run a second time too: all ranks must have
-the same `ZGRAPH_DEBUG`. Whether a program checks itself is decided when it is compiled; else nothing is done.
+`layout` compares each value's real strides, dtype and size with its fake value's: for an eager program those of every
+node, for one that Inductor compiled those of inputs and outputs (Inductor's own code checks the results of library
+calls). `values` runs each program a second time, operator by operator on copies of its inputs and from the same random
+state, and compares. Collectives run a second time too: all ranks must have the same `ZGRAPH_DEBUG`. Whether a program
+checks itself is decided when it is compiled; otherwise it costs nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 VARIABLE = "ZGRAPH_DEBUG"
 LAYOUT, VALUES = KINDS = ("layout", "values")
-MAX_SHARE = 0.01  # of saved integers and masks may differ: a rounding may turn one
+MAX_SHARE = 0.01  # of the elements of saved integers and masks may differ: rounding may change one
 
 
 def wanted() -> frozenset[str]:

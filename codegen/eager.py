@@ -41,7 +41,7 @@ class Code:
 
     def __init__(self, name: str, module: fx.GraphModule) -> None:
         self.name, self.module = name, module
-        self.source = module.code  # (written here: `forward` is that of this code from now on)
+        self.source = module.code  # (generates the code, so that `forward` below is the one of this source)
         self._forward: Any = module.forward
         nodes = [n for n in module.graph.nodes if n.op == "call_function"]
         self._strides: dict[str, Strides] = {
@@ -114,7 +114,7 @@ class Code:
         return functools.partial(scope["forward"], self.module)
 
 
-MOST_POINTS = 4096  # sizes that are remembered as seen
+MOST_POINTS = 4096  # combinations of sizes that are remembered as checked
 
 
 class SizedCode(Code):

@@ -56,7 +56,7 @@ class Stopwatch:
 class Run:
     """The durations of one run."""
 
-    intervals: list[float]  # seconds before, in, between and after the calls: odd positions are calls
+    intervals: list[float]  # seconds before, in, between and after the calls: those at odd positions are calls
 
     @property
     def seconds(self) -> float:

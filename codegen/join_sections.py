@@ -104,7 +104,7 @@ class _Definitions:
     def __init__(self) -> None:
         self.header: dict[str, None] = {}
         self.values: dict[str, str] = {}
-        self.kernels: dict[str, str] = {}  # the names by the definitions
+        self.kernels: dict[str, str] = {}  # the name of each kernel, by its definition
         self.constants: dict[str, Any] = {}
 
     def add(self, code: GeneratedCode) -> dict[str, str]:
@@ -112,7 +112,7 @@ class _Definitions:
         renamed: dict[str, str] = {}
         for statement in ast.parse(code.source).body:
             if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
-                break  # (what follows is how to try it alone)
+                break  # (what follows is Inductor's code for running it alone)
             text = ast.get_source_segment(code.source, statement) or ""
             if isinstance(statement, (ast.Import, ast.ImportFrom)):
                 self.header[text] = None

@@ -71,7 +71,7 @@ def split(program: Program, *, apart: bool = False) -> Parts:
     crossing = _protect_mutated(joint, crossing, ports, backward_nodes, gradients)
     crossing = _look_again(joint, crossing)
     saved = [n for n in crossing if n.op != "placeholder" and n not in kept]
-    saved.sort(key=lambda n: n.name)  # (variants of a program may have views in other places)
+    saved.sort(key=lambda n: n.name)  # (variants of a program may have views at other positions)
     forward = _extract(
         joint,
         "forward",

@@ -1,13 +1,14 @@
-"""A finished program in sections, cut where layers begin and end: Inductor need compile equal ones only once.
+"""A finished program in sections, cut where layers begin and end: Inductor then compiles equal ones only once.
 
-*Contract.* Sections run one after another compute what the program does, and communicate in its order: no node is moved but those that draw
-nothing, wait for nothing and take no memory. What crosses a cut is a tensor: a view is looked at again behind it, a constant filled again,
-and a collective may be on its way, whose operand lives until it is waited for. Neighbours that have no equal are one section, so what a
-model computes once is compiled as it would be without.
+*Contract.* Sections run one after another compute what the program does, and communicate in its order: the only nodes
+that move draw no random numbers, wait for nothing and allocate no memory. What crosses a cut is a tensor: a view is
+repeated behind it, a constant filled again, and a collective may be running across it, whose operand lives until it is
+waited for. Neighbours that equal no other section are joined, so what a model computes once is compiled as it would be
+in a whole program.
 
-    node               the layers.N of its module; one whose nodes are computed again elsewhere begins where most of them are
+    node               in the layers.N of its module; a layer whose nodes are recomputed elsewhere begins where most of them are
     section            nodes between two cuts, in order, with views and constants of others where they are read
-    key                operators, arguments, types and lives without names: equal for what Inductor makes the same code of
+    key                operators, arguments, types and lifetimes without names: equal if Inductor makes the same code of them
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ from zgraph.program.node import Role, has_info, info, value
 from zgraph.program.program import Program
 from zgraph.torch_compat import fx_graphs
 
-# Below these a program stays whole: each cut costs the fusions across it, and kernels of its own for what is beside it.
-MIN_SHARE = 0.25  # of a program's operators need not be compiled
-MIN_FEWER = 400  # operators need not be compiled: about two seconds (benchmarks/compile_time.py)
+# A program stays whole below these limits: each cut prevents fusions across it, and adds kernels on both sides.
+MIN_SHARE = 0.25  # the share of a program's operators that need not be compiled
+MIN_FEWER = 400  # operators that need not be compiled: about two seconds (benchmarks/compile_time.py)
 MIN_SIZE = 16  # operators in a section, on average
 
 _DEPTHS = (1, 2)  # layers may be in layers, as in T5's blocks; the outer ones are tried first
 
 aten, prims = torch.ops.aten, torch.ops.prims
-_WITH_OPERAND = (operator.getitem, prims.inductor_lookup_seed.default)  # in the section of what they take from
+_WITH_OPERAND = (operator.getitem, prims.inductor_lookup_seed.default)  # they are in the section of their operand
 _FILLED = (aten.full.default, aten.scalar_tensor.default, prims.iota.default)
 _READS_OPERAND = {*collectives.known_targets(), *collectives.COALESCED.values()} - {
     collectives.ALL_REDUCE,  # (in place on a copy, or on what nothing else reads)
@@ -65,7 +66,7 @@ class Section:
 
     @functools.cached_property
     def key(self) -> str:
-        """Equal for sections of which Inductor makes the same code."""
+        """A text that is equal for sections of which Inductor makes the same code."""
         at = self.names()
         chunks: dict[str | None, int] = {None: 0}
         lines = [f"{at[n]} {type_of(value(n))} {_offset(n)} {n in self.held}" for n in self.takes]

@@ -155,14 +155,14 @@ def _refuse_callable(value: Any) -> Any:
 
 
 def _integer(value: Any) -> Any:
-    # A Literal of integers takes True for 1 in pydantic.
+    # pydantic's Literal of integers accepts True as 1.
     if isinstance(value, bool) or not isinstance(value, int):
         raise PlanError(f"{short(value)} is not an integer", hint="0, 1, 2 or 3")
     return value
 
 
 def _recompute_type(value: Any) -> Any:
-    # (pydantic would name each type that a value could have had)
+    # (pydantic's own error would name every type of the union)
     value = _refuse_callable(value)
     for part in value if isinstance(value, (list, tuple)) else (value,):
         if not isinstance(part, str):
@@ -555,7 +555,7 @@ class Plan(Record, frozen=True):
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         copy = super().model_copy(update=update, deep=deep)
-        if update:  # made anew, so that all of it counts as given
+        if update:  # the copy is validated as a new plan, whose fields all count as given
             kept = {name: origin for name, origin in self._origins.items() if name not in update}
             copy._origins.update(kept)
         return copy

@@ -52,7 +52,8 @@ def promised_at(node: fx.Node, names: tuple[str, ...]) -> Callable[..., Strides]
 
 
 def lies_as(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
-    """Return whether a tensor has these strides in each dimension with several elements; others do not matter."""
+    """Return whether a tensor has these strides in each dimension of several elements; in others strides do not
+    matter."""
     mine = tensor.stride()
     if mine == strides:
         return True

@@ -25,7 +25,7 @@ class LateProgram(Program):
     ) -> None:
         self.__dict__.update(frame)
         self._make = make
-        self._text = text  # its JSON form; None where nobody needs it
+        self._text = text  # its JSON form; without it `text_of` serializes the graph
         self.kept_digest = digest
         self.said = said or {}  # what was read of its graph before it was stored
 

@@ -26,7 +26,7 @@ from zgraph.torch_compat.symbols import evaluating
 # The mesh dimensions over which ranks see different data, innermost first: gradients are averaged over them.
 DATA_DIMS = ("dp", "replicate")
 
-# The mesh dimension whose ranks hold the stages of a pipeline. A step's programs are those of one stage; only updates communicate over it.
+# The mesh dimension whose ranks hold the stages of a pipeline. Each program is of one stage; only update programs have collectives over it.
 STAGE_DIM = "pp"
 
 # The mesh dimension whose ranks see the same data, and divide weights and the work with them.

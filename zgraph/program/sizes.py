@@ -136,9 +136,11 @@ class Sizes:
 
 NO_SIZES = Sizes()
 
-_names: weakref.WeakKeyDictionary[Any, dict[Any, str]] = weakref.WeakKeyDictionary()  # of symbols, by their environment
+# The names of symbols, by their shape environment.
+_names: weakref.WeakKeyDictionary[Any, dict[Any, str]] = weakref.WeakKeyDictionary()
 _stand_ins: weakref.WeakKeyDictionary[Any, symbols.StandIns] = weakref.WeakKeyDictionary()
-_sealed: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # how many guards each had
+# The number of guards that each environment had when it was sealed.
+_sealed: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 def static(size: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-# Relative errors, norm-wise, by dtype: a few hundred roundings of that dtype, as sums of a model's length make.
+# Relative errors, norm-wise, by dtype: a few hundred roundings of that dtype, as sums of a model's lengths cause.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 # A gradient or buffer (a running mean) that is zero in exact arithmetic consists of rounding errors: a share of the norm of all is allowed.
 FLOOR = {torch.float64: 1e-15}

@@ -59,7 +59,7 @@ class Assembler:
         )
         self.device = device
         self.decompositions = decompositions
-        self._known: dict[fx.Node, None] = {}  # nodes that are single numbers, or come from such alone
+        self._known: dict[fx.Node, None] = {}  # nodes that are single numbers, or computed from single numbers alone
         self._shared: dict[Any, fx.Node] = {}
         # (a backend's table of decompositions is one of two: torch's for Inductor, with or without those of random operators)
         surroundings = (torch.get_default_dtype(), torch.is_autocast_enabled(device.type))

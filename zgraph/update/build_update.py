@@ -37,7 +37,7 @@ from zgraph.update.skip_nonfinite import found_nonfinite
 
 MASTER = "master"
 EMA = "ema"
-DATA_DIM = DATA_DIMS[0]  # over which momenta are shared
+DATA_DIM = DATA_DIMS[0]  # momenta are averaged over it
 AHEAD = "ahead"  # the newest value of a parameter whose updates run late: the model gets it one step later
 DERIVED = (MASTER, EMA, AHEAD)  # states that can be initialized from the weight
 NONFINITE = "nonfinite"  # the number of steps that were not finite, except for overflows that a loss scale causes

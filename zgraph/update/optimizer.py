@@ -102,7 +102,7 @@ class PlanOptimizer(torch.optim.Optimizer):
 
     @state.setter
     def state(self, value: Any) -> None:
-        if self._complete:  # (torch's own constructor gives an empty one)
+        if self._complete:  # (torch's own constructor sets an empty one)
             given = {param: dict(kept) for param, kept in value.items()}
             self.state.clear()
             for param, kept in given.items():
@@ -218,7 +218,7 @@ class PlanOptimizer(torch.optim.Optimizer):
                     copy_state(mine[key], value)
             if AHEAD in mine and AHEAD not in saved:
                 copy_state(mine[AHEAD], param)
-            if AHEAD in saved and AHEAD not in mine:  # (here updates are in time: so is the weight)
+            if AHEAD in saved and AHEAD not in mine:  # (updates are not late here: the weight is the newest value)
                 copy_state(param, saved[AHEAD])
         for group, other in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({k: v for k, v in other.items() if k not in ("params", "names")})

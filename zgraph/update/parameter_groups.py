@@ -73,7 +73,7 @@ def members_of(module: nn.Module, specs: dict[str, ParamSpec], optimizer: Any) -
         key = (
             matching[0] if matching else None,
             record,
-        )  # (groups with equal numbers stay apart: each can be given others)
+        )  # (groups with equal numbers stay apart: a user may change one of them)
         found.append(Member(name, record, groups.setdefault(key, len(groups))))
     return found
 

@@ -26,7 +26,7 @@ class Known:
     groups: list[dict[str, Any]] = field(default_factory=list)
     loss_scale: dict[str, float] | None = None  # half precision's, by the names of `zgraph.update.scaler`
     plan: dict[str, Any] | None = None  # the plan that it was saved by
-    programs: dict[str, str] = field(default_factory=dict)  # the programs that it was saved by
+    programs: dict[str, str] = field(default_factory=dict)  # digests of the programs of the run that saved it
     mesh: dict[str, int] = field(default_factory=dict)  # the mesh that it was saved on
     world: int = 1  # the number of ranks that saved it
     left_out: list[str] = field(default_factory=list)  # names of frozen weights that are not in it

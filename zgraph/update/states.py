@@ -49,10 +49,12 @@ class States:
         self.device = device
         self.optimizer = optimizer
         self.home = home
-        self._shown: dict[str, tuple[OfParam, dict[str, Any]]] = {}  # what the optimizer shows, and a copy of that dict
+        self._shown: dict[
+            str, tuple[OfParam, dict[str, Any]]
+        ] = {}  # what the optimizer shows, and the values as they were shown
         self._written: dict[
             str, tuple[torch.Tensor, int]
-        ] = {}  # counts of updates, with the versions that updates left
+        ] = {}  # counts of updates, with their versions after the last update
         self.tensors: dict[str, torch.Tensor] = {STEP: torch.zeros((), dtype=torch.float64, device=device)}
         if options.loss_scale is not None:
             first = scaler.initial(options.loss_scale)

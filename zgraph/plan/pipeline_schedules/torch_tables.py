@@ -4,10 +4,10 @@ torch's classes compute the whole table when they are created, from little more 
 they are created with stages that have nothing else, and only their tables are read. Two tables come from the functions
 that these classes call instead:
 
-  - 1F1B. The table of torch's class numbers the last rank's forwards from 1 (nothing in torch runs it: the class has a loop of its own),
-    and the class refuses fewer micro-batches than stages, which 1F1B can do.
-  - Zero bubble with one stage a rank (ZB-H1, https://arxiv.org/abs/2401.10241). It is the class's own table; only the rule of the
-    interleaved schedule, that micro-batches divide into rounds, has no meaning there.
+- 1F1B. The table of torch's class numbers the last rank's forwards from 1 (nothing in torch runs it: the class has a loop
+  of its own), and the class refuses fewer micro-batches than stages, which 1F1B can do.
+- Zero bubble with one stage a rank (ZB-H1, https://arxiv.org/abs/2401.10241). It is the class's own table; only the rule
+  of the interleaved schedule, that micro-batches divide into rounds, has no meaning there.
 """
 
 from __future__ import annotations
