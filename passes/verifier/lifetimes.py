@@ -55,7 +55,9 @@ def _on_host(node: fx.Node, read: fx.Node) -> bool:
 
 
 def check_releases(program: Program) -> Faults:
-    """Check that nothing reads a gathered buffer, or a view of it, after its release."""
+    """Check that nothing reads a gathered buffer, or a view of it, after its release, and that each is released at most
+    once.
+    """
     released: dict[fx.Node, fx.Node] = {}
     for node in program.graph.nodes:
         for used in node.all_input_nodes:
