@@ -1,1 +1,1 @@
-"""Programs on virtual ranks, beside the plain model."""
+"""Programs on virtual ranks, compared with the plain model."""

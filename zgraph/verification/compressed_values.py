@@ -1,4 +1,4 @@
-"""How wrong values are that were sent in few bits, on virtual ranks, beside the bound that their format gives."""
+"""Compare the errors of values that were sent quantized, on virtual ranks, with the bound that their format gives."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from zgraph.verification.virtual_ranks import group_ranks
 
 
 class SentValues:
-    """Watches virtual ranks (`run_virtual`), and compares what each gets with what all have sent.
+    """A watch of virtual ranks (`run_virtual`) that compares what each rank gets with what all have sent.
 
-    A difference's `error` is the largest share of its bound that an element takes, `allowed` is 1.
+    A difference's `error` is the largest ratio of an element's error to its bound, `allowed` is 1.
     """
 
     def __init__(self) -> None:
         self.differences: list[Difference] = []
         self._sent: dict[
             str | None, tuple[fx.Node, list[Tensor]]
-        ] = {}  # by transfer: the operator, and what each rank gave it
+        ] = {}  # by transfer: the operator that quantizes, and its operand on each rank
         self._groups: dict[str | None, str] = {}
 
     def __call__(
@@ -53,7 +53,9 @@ class SentValues:
             bound = torch.stack([b.chunk(len(group))[at] for b in bounds]).mean(0)
         else:
             exact, bound = torch.cat(sent).double(), torch.cat(bounds)
-        bound = bound + exact.abs() * torch.finfo(found.dtype).eps * len(group)  # (of what is added up, and given back)
+        bound = bound + exact.abs() * torch.finfo(found.dtype).eps * len(
+            group
+        )  # (rounding of the sum and of its result)
         wrong = (found.reshape(-1).double() - exact).abs()
         share = float((wrong / bound).max()) if wrong.numel() else 0.0
         what = "sent gradient" if node.target is MEAN_OF_BLOCKS else "sent value"

@@ -1,7 +1,8 @@
-"""The plain model as it trains in one process: what `zgraph.verify(…, compiled=True)` holds a compiled model against.
+"""The plain model's training in one process, which `zgraph.verify(…, compiled=True)` compares a compiled model with.
 
-There is a copy of the model for each rank that sees other rows, with its own batch, buffers and random numbers; the copies share their
-weights. A gradient is the mean of theirs. An update is torch's SGD, or that of the plan's optimizer as one program for one rank, before any pass.
+Each data-parallel rank has a copy of the model with its own batch, buffers and random numbers; the copies have equal
+weights. A gradient is the mean of theirs. An update is that of the plan's optimizer, as one program for one rank before
+any pass, or of an optimizer of the user's.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ _LOSS = "loss"
 
 
 def tensors_of(value: Any, name: str = "output") -> dict[str, torch.Tensor]:
-    """The tensors in an output, by where they are in it. Pytrees, dataclasses and plain objects are looked into."""
+    """Return the tensors in an output, by their paths in it. Pytrees, dataclasses and the attributes of plain objects
+    are searched."""
     if isinstance(value, torch.Tensor):
         return {name: value}
     leaves = pytree.tree_flatten_with_path(value)[0]
@@ -46,10 +48,11 @@ def tensors_of(value: Any, name: str = "output") -> dict[str, torch.Tensor]:
 
 @dataclass
 class Ran:
-    """One forward of a model and where its backward starts: `tangents` are given for these `roots`, outputs by their names or the loss."""
+    """One forward of a model, and the roots of its backward."""
 
-    outputs: dict[str, torch.Tensor]
-    loss: torch.Tensor
+    outputs: dict[str, torch.Tensor]  # the tensors in its output, by their paths
+    loss: torch.Tensor  # its loss
+    # the gradient that the backward starts with at each root: an output by its path, or "loss"
     tangents: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def backward(self) -> None:
@@ -57,13 +60,15 @@ class Ran:
         torch.autograd.backward([values[n] for n in self.tangents], list(self.tangents.values()))
 
     def tangents_from_loss(self, weight: float) -> dict[str, torch.Tensor]:
-        """The tangent of a backward from the loss, times `weight`."""
+        """Return the tangent of a backward that starts from the loss, times `weight`."""
         return {_LOSS: torch.full_like(self.loss.detach(), weight)}
 
     def tangents_from_outputs(self, weight: float, reverse: bool) -> dict[str, torch.Tensor]:
-        """Those of a backward from the outputs that the loss is made of, where it is made outside of the model; else from the loss.
+        """Return the tangents of a backward that starts from the outputs of which the loss is computed outside of the
+        model; if the loss is an output itself, from the loss.
 
-        An output's gradient may have any strides: those of the first dimension are the largest, or with `reverse` the smallest.
+        A gradient of an output may have any strides: here the first dimension has the largest stride, with `reverse`
+        the smallest.
         """
         wanted = {n: t for n, t in self.outputs.items() if t.requires_grad and t is not self.loss}
         if not wanted or any(self.loss is t for t in self.outputs.values()):
@@ -88,7 +93,7 @@ class PlainModel:
         self.loss_fn = loss_fn
 
     def forward(self, call: Call) -> tuple[Any, Ran]:
-        """(what it returns, the same taken apart) of one call."""
+        """Run one call; return (its output, the tensors in it and the loss)."""
         given, rest, others = for_forward(self.called, *call)
         args, kwargs = given
         low = self.precision.dtype("compute")
@@ -103,7 +108,7 @@ class PlainModel:
 
 
 class PlainTraining:
-    """The plain model, trained: see the top. `count` copies."""
+    """The training of `count` copies of the plain model: see the module's text."""
 
     def __init__(self, model: nn.Module, plan: Plan, count: int, loss_fn: LossFn) -> None:
         self.plan = plan.model_copy(
@@ -126,7 +131,7 @@ class PlainTraining:
 
     # -- gradients ----------------------------------------------------------------------------------------------------
     def backward(self, rank: int, ran: Ran) -> None:
-        """Add the gradients of one copy's backward to those that it has."""
+        """Add the gradients of one copy's backward to those it has, scaling the loss of half precision meanwhile."""
         if self.scale == 1.0:
             ran.backward()
             return
@@ -140,7 +145,7 @@ class PlainTraining:
             param.grad = new if old is None else old if new is None else old + new
 
     def grads(self) -> Grads:
-        """The mean of the copies' gradients, by parameter; None where there is none."""
+        """Return the mean of the copies' gradients, by parameter; None for a parameter without one."""
         found: Grads = {}
         of_copies = [dict(c.module.named_parameters()) for c in self.copies]
         for name, spec in self.specs.items():
@@ -150,14 +155,14 @@ class PlainTraining:
         return found
 
     def set_grads(self, grads: Mapping[str, torch.Tensor | None]) -> None:
-        """Let each copy have these gradients."""
+        """Set the gradients of every copy."""
         for made in self.copies:
             for name, param in made.module.named_parameters():
                 given = grads.get(name)
                 param.grad = None if given is None else given.to(param.dtype, copy=True)
 
     def clip(self, largest: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip the gradients by the norm of all; that norm before."""
+        """Clip the gradients by the norm of all together; return the norm before."""
         mean = self.grads()
         held = [nn.Parameter(torch.empty_like(g)) for g in mean.values() if g is not None]
         for param, grad in zip(held, (g for g in mean.values() if g is not None), strict=True):
@@ -167,7 +172,7 @@ class PlainTraining:
         return norm
 
     def clip_as_planned(self) -> None:
-        """Clip as the plan says, where the update is not the plan's."""
+        """Clip as the plan says, for an update that is not the plan's own."""
         clip = self.plan.grad_clip
         if clip is not None and clip.norm is not None:
             self.clip(clip.norm, clip.norm_type)
@@ -177,8 +182,8 @@ class PlainTraining:
 
     # -- updates ------------------------------------------------------------------------------------------------------
     def update(self, grads: Mapping[str, torch.Tensor], groups: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        """The plan's update from these gradients, which are gone then, with the numbers of the optimizer's parameter groups. Gives what the
-        program shows ("grad_norm")."""
+        """Run the plan's update with these gradients and the options of the optimizer's parameter groups, and drop the
+        copies' gradients. Return what the update program outputs ("grad_norm")."""
         assert self._update is not None
         shown = self._update.run(self.weights, grads, groups)
         self._share()
@@ -186,11 +191,11 @@ class PlainTraining:
         return shown
 
     def states(self, name: str) -> dict[str, torch.Tensor]:
-        """What the plan's optimizer keeps for a parameter."""
+        """Return what the plan's optimizer keeps of a parameter."""
         return {} if self._update is None else self._update.states.get(name, {})
 
     def own_update(self, optimizer: Callable[[Any], torch.optim.Optimizer], grads: Mapping[str, torch.Tensor]) -> None:
-        """An update by an optimizer of the user's own, from these gradients, which are gone then."""
+        """Run an update by an optimizer of the user's own with these gradients, and drop the copies' gradients."""
         params = {n: nn.Parameter(w, w.is_floating_point()) for n, w in self.weights.items()}
         if self._own is None:
             self._own = optimizer([p for n, p in params.items() if self.specs[n].requires_grad])
@@ -211,12 +216,14 @@ class PlainTraining:
 
 
 class _Update:
-    """The update of a plan's optimizer for one rank, run operator by operator; and what it keeps."""
+    """The update of a plan's optimizer for one rank, run operator by operator, with its states."""
 
     def __init__(self, model: nn.Module, specs: dict[str, ParamSpec], plan: Plan, device: torch.device) -> None:
         members, self.options = trained(model, specs, plan, 0.0)
         self.specs, self.device = specs, device
-        self.members = {m.name: replace(m, count=f"/step/{m.name}") for m in members}  # (each counts its own updates)
+        self.members = {
+            m.name: replace(m, count=f"/step/{m.name}") for m in members
+        }  # (each parameter has its own count of updates)
         self.held: dict[tuple[Any, str], torch.Tensor] = {}
         self.states: dict[str, dict[str, torch.Tensor]] = {}
         for key, first in (scaler.initial(self.options.loss_scale) if self.options.loss_scale else {}).items():
@@ -268,7 +275,8 @@ class _Update:
 
 
 def _number(groups: Sequence[Mapping[str, Any]], at: int, path: str) -> float:
-    """A number of the optimizer's; gradients are not multiplied by any, and the loss is finite."""
+    """Return a scalar of the update: an option of a parameter group, or 1.0 for factors on gradients and the loss,
+    which stay as they are."""
     if at < 0:
         return 1.0
     key, _, index = path.partition(".")
@@ -277,7 +285,7 @@ def _number(groups: Sequence[Mapping[str, Any]], at: int, path: str) -> float:
 
 
 def copy_hooks(model: nn.Module, twin: nn.Module) -> None:
-    """Let the parameters of a deep copy have the hooks that the model's have: a copy of a tensor has none."""
+    """Register a model's hooks on gradients with the parameters of its deep copy: a copy of a tensor has none."""
     for old, new in zip(model.parameters(), twin.parameters(), strict=True):
         if not new.requires_grad:
             continue

@@ -1,4 +1,4 @@
-"""A schedule's actions in one process: one after another, in an order in which ranks could have run them."""
+"""Run a schedule's actions in one process, one after another, in an order in which ranks could have run them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ T = TypeVar("T")
 
 
 def replay(schedule: Schedule, stages: Stages, run: Callable[[Action, dict[str, T]], Mapping[str, T]]) -> None:
-    """Call `run(action, came)` for each action of all ranks. It gives what the action sends, by name, and gets what others have sent to it.
+    """Call `run(action, came)` for each action of all ranks. `came` are the values that others have sent to it; it
+    returns those it sends, both by name.
 
     Raises `PlanError` for a schedule that deadlocks, `AssertionError` for a value that was sent and that nothing took.
     """

@@ -1,4 +1,4 @@
-"""Tensors of a call in memory of their own, for a run that may write to them: those that share memory still do."""
+"""Copy the tensors of a call for a run that may write to them; copies of tensors that share memory share memory too."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from zgraph.capture.storages import address
 
 
 def own_inputs(tree: Any) -> Any:
-    """The same tree with copies of its tensors, and of nothing else. A tensor that stands there twice is one tensor again, and views of one
-    storage are views of one copy."""
+    """Return the same tree with copies of its tensors. A tensor that occurs twice is copied once, and views of one
+    storage become views of one copy."""
     places = [address(x) for x in pytree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
     shared = {place for place in places if place and places.count(place) > 1}
-    copies: dict[int, torch.Tensor] = {}  # by the tensor that is copied
-    storages: dict[int, Any] = {}  # what torch has copied, of storages and of tensors
-    held: list[torch.Tensor] = []  # (torch knows tensors by their ids)
+    copies: dict[int, torch.Tensor] = {}  # by the id of the tensor that is copied
+    storages: dict[int, Any] = {}  # the memo of torch's deep copies
+    held: list[torch.Tensor] = []  # (keeps tensors alive, so that ids in the memo stay theirs)
 
     def own(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -32,6 +32,6 @@ def own_inputs(tree: Any) -> Any:
 
 
 def share_memory(tree: Any) -> bool:
-    """Whether two tensors of the tree are on one storage."""
+    """Return whether any two tensors of the tree share a storage."""
     places = [place for x in pytree.tree_leaves(tree) if isinstance(x, torch.Tensor) and (place := address(x))]
     return len(set(places)) < len(places)

@@ -1,7 +1,7 @@
-"""Runs a program on N virtual ranks in one process: no process group, no launch, any world size.
+"""Run a program on N virtual ranks in one process: no process group, no launch, any world size.
 
-All ranks run node by node in step; a collective takes its operands from all ranks of its group at once. Additions
-are made in rank order, so results do not depend on a transport, and each rank has a random state of its own.
+All ranks run node by node in step; a collective takes its operands from all ranks of its group at once. Sums are
+computed in rank order, so results do not depend on a transport, and each rank has a random state of its own.
 (`torch.distributed._local_tensor` does this by dispatch; walking our own graph is 100 lines, needs no fake process
 group, and fixes the order of additions, which bit-for-bit comparison needs.)
 """
@@ -23,7 +23,7 @@ from zgraph.program.program import Program
 
 
 def coordinates(mesh: dict[str, int], rank: int) -> dict[str, int]:
-    """A rank's position in each mesh dimension (the last dimension varies fastest)."""
+    """Return a rank's position in each mesh dimension (the last dimension varies fastest)."""
     where: dict[str, int] = {}
     for name, size in reversed(mesh.items()):
         where[name] = rank % size
@@ -32,8 +32,9 @@ def coordinates(mesh: dict[str, int], rank: int) -> dict[str, int]:
 
 
 def group_ranks(mesh: dict[str, int], group: str, rank: int) -> list[int]:
-    """The ranks that share a group with `rank`, in group order; of a part of a mesh dimension, which `rank` need not be in, those of the
-    dimension that are. Raises `MeshError` for a name that is no group's of this mesh."""
+    """Return the ranks that share a group with `rank`, in group order. For a group of some positions of a mesh
+    dimension that `rank` is not in, return the ranks at those positions of its dimension. Raises `MeshError` if the
+    mesh has no such group."""
     lines, dim = lines_of(group, mesh), dim_of(group)
     place = coordinates(mesh, rank)[dim]
     positions = next((line for line in lines if place in line), lines[0])
@@ -46,7 +47,8 @@ def group_ranks(mesh: dict[str, int], group: str, rank: int) -> list[int]:
 
 
 Watch = Callable[[Program, fx.Node, Sequence[dict[fx.Node, Any]], Sequence[Any]], None]
-"""What is called with an operator, all ranks' values by node, and what the operator gave on each."""
+"""A function that is called with the program, an operator, each rank's values by node, and the operator's result on
+each rank."""
 
 
 def run_virtual(
@@ -58,7 +60,8 @@ def run_virtual(
     """Run `program` on every rank of its mesh.
 
     `inputs[r]` are rank r's values for the placeholders, in order. `random_states[r]`, if given, is rank r's CPU
-    generator state, changed in place as the rank draws. `watch` is called behind each operator. Returns each rank's outputs, in order.
+    generator state, changed in place as the rank draws. `watch` is called after each operator. Returns each rank's
+    outputs, in order.
     """
     return _Runner(program, random_states, watch).run(inputs)
 
@@ -144,7 +147,7 @@ class _Runner:
         return results
 
     def _combine(self, node: fx.Node, parts: list[torch.Tensor]) -> Any:
-        """One tensor for all ranks of the group, or a list with one for each."""
+        """Return a collective's result: one tensor for all ranks of the group, or a list with one for each."""
         if node.target in (collectives.ALL_GATHER, collectives.GATHER_APART):
             return torch.cat(parts)
         if node.target is collectives.ALL_TO_ALL:
@@ -164,7 +167,7 @@ class _Runner:
 
 
 def _move(node: fx.Node, values: list[torch.Tensor]) -> torch.Tensor:
-    """In one process a move is a copy, made where it starts."""
+    """Run a transfer to or from the host: in one process it is a copy, made where the transfer starts."""
     if transfers_to_host.is_wait(node):
         return values[0]
     return values[0].copy_(values[1]) if node.target is transfers_to_host.STORE else values[0].clone()

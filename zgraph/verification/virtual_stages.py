@@ -1,8 +1,10 @@
-"""A pipeline's step on virtual ranks beside the plain model, in one process: what `zgraph.verify` runs for a plan with "pp".
+"""Run a pipeline's step on virtual ranks in one process and compare it with the plain model, for `zgraph.verify` and a
+plan with "pp".
 
-All stages' programs run on all their ranks, in an order that the plan's schedule allows. Besides outputs, gradients and buffers, all that
-crosses is compared: with what the captured program gives, cut and run stage by stage as no pass has changed it. So the stage in which
-something began to be wrong is known: that of the first wrong value, since all that is wrong later may follow from it.
+All stages' programs run on all their ranks, in an order that the plan's schedule allows. Besides outputs, gradients and
+buffers, all values that cross between stages are compared with those of the captured program, cut into stages and run
+before any pass. So the stage at fault is known: it is the stage of the first wrong value, since later ones may follow
+from it.
 
 Each stage draws the random numbers that the plain model draws there. (Real ranks draw numbers of their own.)
 """
@@ -45,7 +47,7 @@ from zgraph.verification.virtual_step import (
 __all__ = ["VirtualPipeline"]
 
 Row = list[torch.Tensor]
-"""One value on each rank of a stage."""
+"""A value on each rank of a stage."""
 
 AHEAD, BACK = "value for later stages", "gradient for earlier stages"
 PART = "part of a gradient"
@@ -57,8 +59,8 @@ _ARRIVES: dict[InputRole | OutputRole, InputRole] = {
 
 
 class VirtualPipeline:
-    """The stages of `step`, whose plan has a pipeline. Raises what `planned_stages` does, and `UnsupportedError` where one rank would read a
-    buffer that another changes."""
+    """The stages of `step`, whose plan has a pipeline. Raises what `planned_stages` does, and `UnsupportedError` if one
+    rank would read a buffer that another changes."""
 
     def __init__(self, step: VirtualStep) -> None:
         self.step = step
@@ -67,7 +69,7 @@ class VirtualPipeline:
         Buffers().note(step.entry.name, self.stages.programs, self.schedule.rank_of)
         self.width = len(step.ranks)
         inner = {tuple(coordinates(step.sizes, r).values()): r for r in range(self.width)}
-        self._rank = {}  # (position along "pp", rank within a stage): the rank's number
+        self._rank = {}  # the rank's number, by (position along "pp", rank within a stage)
         for rank in range(step.world):
             at = coordinates(step.mesh, rank)
             position = at.pop(STAGE_DIM)
@@ -76,7 +78,8 @@ class VirtualPipeline:
 
     @cached_property
     def differences(self) -> list[Difference]:
-        """How far a step is from the plain model: what crosses and outputs in the order in which they are made, then gradients and buffers."""
+        """How far a step is from the plain model: values that cross and outputs in the order they are made, then
+        gradients and buffers."""
         duty = {s: d for p in range(self.schedule.ranks) for s, d in duties(self.schedule, p).items()}
         workers = [_Worker(self, stage, step, duty[stage]) for stage, step in enumerate(self.planned.steps)]
         replay(self.schedule, self.stages, lambda action, came: workers[action.stage].run(action, came))
@@ -91,7 +94,8 @@ class VirtualPipeline:
         return self._settled()
 
     def _settled(self) -> list[Difference]:
-        """The differences; where all that the step gives is right but for rounding, so is what only crossed on the way."""
+        """Return the differences. If all results of the step are right within rounding, differences of values on the
+        way are accepted as rounding."""
         between = (AHEAD, BACK, PART)
         if not all(d.ok for d in self._found if d.what not in between):
             return self._found
@@ -103,7 +107,7 @@ class VirtualPipeline:
     # -- what it is compared with -------------------------------------------------------------------------------------
     @cached_property
     def expected(self) -> _Captured:
-        """What the captured stages give."""
+        """The results of the captured stages."""
         return _Captured(self)
 
     def _compare(
@@ -113,7 +117,7 @@ class VirtualPipeline:
         self._found.append(difference(what, name, at, mine, plain, norm, low, stages=(stage,)))
 
     def _allow(self, name: str, runs: Sequence[Sequence[PlainRun]], size: float | None = None) -> None:
-        """Let the last difference be as large as the plain model's own rounding: see `allowing`."""
+        """Let the last difference be as large as the plain model's own rounding error: see `allowing`."""
         self._found[-1] = allowing(self._found[-1], name, runs, size)
 
     def made(self, stage: int, micro_batch: int, program: Program, values: Sequence[Sequence[Any]]) -> None:
@@ -129,7 +133,7 @@ class VirtualPipeline:
                     self._compare(what, name, stage, rank, value, plain, norm, low)
             for (what, name), value in named(program, run, row).items():
                 if what == "output":
-                    # (a mean of what is centred, say, is nothing but rounding)
+                    # (relative to all outputs: the mean of centred values, for example, is only rounding)
                     norm = norm_of(run.plain.values())
                     self._compare(what, name + suffix, stage, rank, value, run.plain[name], norm, low)
                     self._allow(name, [[run]])
@@ -139,7 +143,7 @@ class VirtualPipeline:
                     self._compare(what, name, stage, rank, value, whole)
 
     def _compare_gradients(self, found: list[list[dict[str, torch.Tensor]]]) -> None:
-        """`found` are the sums of gradients of each stage on each of its ranks."""
+        """Compare the gradients. `found` are each stage's sums over micro-batches on each of its ranks."""
         step = self.step
         own = {n: [[r.grads.get(n) for r in calls] for calls in step.calls] for n in step.params}
         wholes = {n: self._whole(n, g) for n, g in own.items() if all(x is not None for row in g for x in row)}  # type: ignore[arg-type]
@@ -167,12 +171,13 @@ class VirtualPipeline:
                     self._allow(name, runs, float(wholes[name].double().norm()))
 
     def _held(self, name: str, whole: torch.Tensor, rank: int) -> torch.Tensor:
-        """What a rank of a stage holds of a whole gradient."""
+        """Return the part of a whole gradient that a rank of a stage holds."""
         spec, sizes = self.step.specs[name], self.step.sizes
         return shard_of(part_of(whole, spec, rank, sizes), spec, rank, sizes)
 
     def _total(self, name: str, found: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
-        """The sum over stages, as the ranks that hold the parameter make it: of their own stages, then over them."""
+        """Return a gradient's sum over stages, in the order in which the ranks that hold the parameter add: first over
+        each rank's own stages, then over ranks."""
         held = next(h for h in self.planned.held if name in h.own)
         group = held.tied.get(name)
         mesh = {STAGE_DIM: self.schedule.ranks}
@@ -185,7 +190,8 @@ class VirtualPipeline:
         return _sum(sums)
 
     def _whole(self, name: str, grads: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
-        """The whole gradient that micro-batches' own ones on each rank make (by micro-batch, then rank), in the order in which a step adds them."""
+        """Return the whole gradient from those of each micro-batch on each rank (by micro-batch, then rank), added in
+        the order of a step."""
         spec, sizes = self.step.specs[name], self.step.sizes
         if self.planned.once and len(grads) > 1:
             sums = [_sum([row[rank].to(spec.grad_dtype) for row in grads]) for rank in range(self.width)]
@@ -194,7 +200,7 @@ class VirtualPipeline:
 
 
 class _Worker:
-    """One stage in one step, on all of its ranks at once: what `zgraph.stages.worker.Worker` is on one."""
+    """One stage in one step on all of its ranks at once, as `zgraph.stages.worker.Worker` is on one."""
 
     def __init__(self, pipeline: VirtualPipeline, stage: int, step: StepProgram, duty: Duty) -> None:
         self.pipeline = pipeline
@@ -209,7 +215,7 @@ class _Worker:
         self._batches: dict[int, list[dict[tuple[Any, str], Any]]] = {}
 
     def run(self, action: Action, came: dict[str, Row]) -> dict[str, Row]:
-        """What an action sends to other stages, of what came from them."""
+        """Run an action with the values that came from other stages; return those that it sends."""
         if action.kind is Kind.F:
             batch: list[dict[tuple[Any, str], Any]] = [
                 {(InputRole.RECEIVED, name): row[rank] for name, row in came.items()}
@@ -221,7 +227,7 @@ class _Worker:
                 self._run(action, ahead, None)
             states = self.pipeline.expected.random[self.stage, action.micro_batch, Kind.F]
             return self._run(action, parts.forward, states)
-        if not self.step.differentiated:  # (all that is in and before this stage is frozen)
+        if not self.step.differentiated:  # (everything in and before this stage is frozen)
             return {}
         for rank, batch_here in enumerate(self._batches[action.micro_batch]):
             batch_here |= {(InputRole.RETURNED, name): row[rank] for name, row in came.items()}
@@ -235,7 +241,8 @@ class _Worker:
         return self._run(action, summing(part_here) if adds else part_here, states, adds)
 
     def _run(self, action: Action, part: Program, states: Row | None, adds: bool = False) -> dict[str, Row]:
-        """`adds`: the gradients that a part gives (those that are stored elsewhere, of one that sums) are added to what there is."""
+        """Run a part of the stage's program. `adds`: add its gradients to the earlier micro-batches' (the offloaded
+        ones only, if the part adds the others itself)."""
         whole, number = self.pipeline.step, action.micro_batch
         batch, runs = self._batches[number], whole.calls[number]
         given = []
@@ -269,15 +276,15 @@ class _Worker:
         return sent
 
     def _arrived(self, name: str, back: bool, value: torch.Tensor) -> torch.Tensor:
-        """What was sent, in memory of its own and in the layout that is awaited."""
+        """Return what was sent, in memory of its own and with the strides that the receiver expects."""
         like = next(t.like for t in self.pipeline.stages.transfers if t.name == name and t.back is back)
         return torch.empty_strided(like.size(), like.stride(), dtype=like.dtype).copy_(value)
 
 
 class _Captured:
-    """What stages give as they were cut, before any pass: `crossing` by what it is, name and micro-batch; `gradients` of each stage by
-    micro-batch and rank; `random`, the random states with which its forward and its backward begin; `norms`, by rank, of all that goes to
-    later or earlier stages."""
+    """The results of the stages as they were cut, before any pass. `crossing`: by kind, name and micro-batch;
+    `gradients`: of each stage and parameter, by micro-batch and rank; `random`: the random states at the start of each
+    forward and backward; `norms`: by rank, of all values that go to later or to earlier stages."""
 
     def __init__(self, pipeline: VirtualPipeline) -> None:
         self.pipeline = pipeline
@@ -286,7 +293,7 @@ class _Captured:
         self.random: dict[tuple[int, int, Kind], Row] = {}
         self.norms: dict[tuple[str, int], list[float]] = {}
         self._buffers = [_own_buffers(pipeline.step) for _ in range(pipeline.width)]
-        # (as large as they are in the finished programs, where they are larger by the loss scale)
+        # (gradients are multiplied by the loss scale here if they are in the finished programs)
         finished = (step.history().program for step in pipeline.planned.steps)
         self._scale = SCALE if any(p.role is InputRole.SCALE for made in finished for p in made.inputs) else 1.0
         parts = [split(program) for program in pipeline.stages.programs]

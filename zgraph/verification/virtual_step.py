@@ -1,13 +1,16 @@
-"""A plan's step on virtual ranks beside the plain model, in one process: what `zgraph.verify` and `zgraph bisect` run.
+"""Run a plan's step on virtual ranks in one process and compare it with the plain model, for `zgraph.verify` and
+`zgraph bisect`.
 
-Each virtual rank gets its part of the global batch. The plain model runs on each part as well; outputs and updated buffers must
-equal those of the same rank, gradients the mean over ranks. Of a plan with a pipeline this is the whole model on the ranks of one stage,
-with the plain model run on each micro-batch; `zgraph.verification.virtual_stages` cuts it.
+Each virtual rank gets its part of the global batch. The plain model runs on each part as well; outputs and updated
+buffers must equal those of the same rank, gradients the mean over ranks. For a plan with a pipeline this module runs
+the whole model on the ranks of one stage, with the plain model run on each micro-batch;
+`zgraph.verification.virtual_stages` cuts it.
 
-Programs are run operator by operator: whole ones as any pass left them, or split ones as they are compiled. What a whole program
-takes and gives depends on the passes that it has seen, of which its facts speak. Parameters come in whole before they are "sharded". Its
-gradients are each rank's own, and larger by the loss scale if it is "scaled", before they are "reduced". Such gradients are
-reduced here, with the same roundings as `reduce_gradients` makes, so that the results of any two programs can be compared.
+Programs are run operator by operator: whole ones as any pass left them, or split ones as they are compiled. The inputs
+and outputs of a whole program depend on the passes that it has been through, which its facts tell. Before it is
+"sharded" its parameters are whole. Before it is "reduced" its gradients are each rank's own, multiplied by the loss
+scale if it is "scaled". Such gradients are reduced here, with the same roundings as in `reduce_gradients`, so that the
+results of any two programs can be compared.
 """
 
 from __future__ import annotations
@@ -55,21 +58,23 @@ from zgraph.update.owned_parameters import within
 from zgraph.verification.unshared_inputs import own_inputs
 from zgraph.verification.virtual_ranks import Watch, coordinates, group_ranks, run_virtual
 
-SCALE = 2.0**8  # the loss scale of half precision here: a power of two, which changes no gradient that it does not save
+SCALE = (
+    2.0**8
+)  # the loss scale of half precision here: a power of two changes gradients only by saving them from underflow
 
-SHAKEN = 3  # runs of a model in double precision
-OWN_ROUNDING = 8.0  # by how much more than the plain model's own another order of the same operations may round
-_SAME_LOSS = 1e-2  # another loss in double precision is another computation
+SHAKEN = 3  # runs of a model in double precision, each with other last bits
+OWN_ROUNDING = 8.0  # how many times the plain model's own rounding error the same operations in another order may have
+_SAME_LOSS = 1e-2  # the largest difference of a loss in double precision that is still the same computation
 
 Results = list[dict[tuple[str, str], torch.Tensor]]
-"""What a program gave, rank by rank: by what it is (see `Difference.what`) and its name."""
+"""A program's results, rank by rank: by what each is (see `Difference.what`) and its name."""
 
 HANDED: dict[InputRole | OutputRole, InputRole] = {
     OutputRole.IN_FLIGHT: InputRole.IN_FLIGHT,
     OutputRole.SAVED: InputRole.SAVED,
     OutputRole.UNSHARDED: InputRole.UNSHARDED,
 }
-"""What one part of a program gives to another on the same rank."""
+"""Outputs of one part of a program that are inputs of another on the same rank, with the role they have there."""
 
 
 @contextlib.contextmanager
@@ -80,8 +85,9 @@ def virtual_step(
     inputs: Inputs,
     loss_fn: Callable[..., torch.Tensor] | None = None,
 ) -> Iterator[VirtualStep]:
-    """The step of `model` by `plan`, on so many ranks. `inputs` are the global batch. Inside, random numbers are drawn as plain PyTorch
-    draws them; afterwards the random state is what it was. Raises what `zgraph.verify` does."""
+    """Prepare the step of `model` by `plan` on `world` virtual ranks. `inputs` are the global batch. Inside the context
+    random numbers are drawn as plain PyTorch draws them; after it the random state is what it was. Raises what
+    `zgraph.verify` does."""
     state = torch.get_rng_state()
     try:
         with inductor_code.eager_random_numbers():
@@ -91,7 +97,7 @@ def virtual_step(
 
 
 def own_copy(model: nn.Module) -> nn.Module:
-    """A deep copy of a model that is to be compared. Raises `ModelError` if it can't be copied."""
+    """Return a deep copy of a model that is to be compared. Raises `ModelError` if it can't be copied."""
     try:
         return copy.deepcopy(model)
     except Exception as error:
@@ -118,11 +124,13 @@ def _refuse_incomparable(model: nn.Module) -> None:
 
 
 class VirtualStep:
-    """See `virtual_step`. `model` is a copy whose parameters have the dtypes that ranks hold, `params` are these, whole.
+    """A step on virtual ranks: see `virtual_step`. `model` is a copy whose parameters have the dtypes that ranks hold;
+    `params` are its whole parameters.
 
-    `mesh` has all of the `world` ranks, `sizes` those within a stage, which are all without a pipeline. `calls` has for each micro-batch the
-    plain model on each rank within a stage; `ranks` are those of the first. Without a pipeline a rank's batch is one micro-batch.
-    `watch` is called behind each operator that runs (see `run_virtual`).
+    `mesh` has all of the `world` ranks, `sizes` those within a stage (without a pipeline, all). `calls` has, for each
+    micro-batch, the plain model's run on each rank within a stage; `ranks` are the runs of the first micro-batch.
+    Without a pipeline a rank's batch is one micro-batch. `watch` is called after each operator that runs (see
+    `run_virtual`).
     """
 
     def __init__(
@@ -171,7 +179,7 @@ class VirtualStep:
         self.params = {n: p.detach() for n, p in self.model.named_parameters()}
 
     def _refuse_overlap(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
-        """Raise `SignatureError` where a call would: the programs here have each tensor for themselves."""
+        """Raise `SignatureError` for overlapping inputs, as a call would: here each tensor has memory of its own."""
         if self.step.mutated:
             flat = self.entry.trace.flat.flatten(self.model, *call)
             self.entry.trace.refuse_overlap(self.step.mutated, flat, whole=True)
@@ -187,13 +195,13 @@ class VirtualStep:
         return self.entry.program(frozenset(self.ranks[0].tangents))
 
     def unverified(self) -> StepProgram:
-        """The same programs, made by passes after which nobody looks."""
+        """Return the same programs, made by passes without verification."""
         context = replace(self.step.context, pass_filter=PassFilter(verified=False))
         return StepProgram(self.step.captured, context)
 
     # -- what programs give -------------------------------------------------------------------------------------------
     def of_program(self, program: Program, variant: Variant = PLAIN) -> Results:
-        """What a whole program gives, whichever pass it has come from."""
+        """Run a whole program, as any pass left it, and return its results."""
         given = [
             [self.input_of(port, node, rank, run, program, {}) for port, node in program.input_items()]
             for rank, run in enumerate(self.ranks)
@@ -205,7 +213,7 @@ class VirtualStep:
         return found
 
     def of_parts(self, parts: Parts) -> Results:
-        """What a split program gives: its forward, then its backward."""
+        """Run a split program, its forward and then its backward, and return its results."""
         extras: list[dict[tuple[Any, str], Any]] = [{} for _ in self.ranks]
 
         def run(part: Program, states: list[torch.Tensor] | None = None) -> list[tuple[Any, ...]]:
@@ -228,13 +236,14 @@ class VirtualStep:
         return found
 
     def random_states(self, micro_batch: int = 0) -> list[torch.Tensor]:
-        """Each rank's random state, as it is before this micro-batch."""
+        """Return each rank's random state before this micro-batch."""
         return [r.random.clone() for r in self.calls[micro_batch]]
 
     def input_of(
         self, port: Port, node: fx.Node, rank: int, run: PlainRun, program: Program, extra: dict[tuple[Any, str], Any]
     ) -> Any:
-        """What a program takes on a rank, in the call that `run` is: what it does not take from it or from the model is `extra`."""
+        """Return the input of a program at a port on a rank, in the call of `run`. `extra` has inputs that are neither
+        the call's nor the model's, by role and name."""
         if (port.role, port.name) in extra:
             return extra[port.role, port.name]
         if port.role is InputRole.PARAMETER and Fact.SHARDED in program.facts:
@@ -260,12 +269,12 @@ class VirtualStep:
         return value.detach() if isinstance(value, torch.Tensor) else value
 
     def _mine(self, name: str, whole: torch.Tensor, rank: int) -> torch.Tensor:
-        """What a rank computes with, of a whole parameter or gradient."""
+        """Return the part of a whole parameter or gradient that a rank computes with."""
         return part_of(whole, self.specs[name], rank, self.sizes)
 
     # -- gradients ----------------------------------------------------------------------------------------------------
     def _reduce(self, found: Results, variant: Variant, facts: Collection[str]) -> None:
-        """Put gradients that are each rank's own in the form in which the finished program gives them."""
+        """Put gradients that are each rank's own into the form in which the finished program returns them."""
         for what, name in list(found[0]):
             if what == "gradient" and name in self.specs:
                 given = [r[what, name] for r in found]
@@ -278,7 +287,8 @@ class VirtualStep:
     def _finished(
         self, name: str, grads: Sequence[torch.Tensor], variant: Variant, scaled: bool = False
     ) -> list[torch.Tensor]:
-        """The gradient of what each rank computes with of a parameter, as `variant` makes it of the ranks' own."""
+        """Return, for each rank, the gradient of the part of a parameter that it computes with: added to earlier
+        micro-batches' and averaged over ranks, as `variant` says."""
         spec = self.specs[name]
         scale = torch.tensor(SCALE) if scaled else None
         if variant.accumulated:
@@ -290,7 +300,7 @@ class VirtualStep:
         return made if scale is None else [g / scale for g in made]
 
     def gradient(self, name: str, rank: int) -> torch.Tensor:
-        """A rank's part of the plain model's gradient, zeros where it has none."""
+        """Return a rank's part of the plain model's gradient, zeros if there is none."""
         own = [r.grads.get(name) for r in self.ranks]
         zeros = torch.zeros(self.specs[name].whole_shape)
         given = [self._mine(name, zeros if g is None else g, at) for at, g in enumerate(own)]
@@ -303,7 +313,7 @@ class VirtualStep:
 
     # -- comparing ----------------------------------------------------------------------------------------------------
     def differences(self, found: Results, variant: Variant = PLAIN, bound: float | None = None) -> list[Difference]:
-        """How far each result is from the plain model's. `bound`: see `zgraph.program.tolerance.difference`."""
+        """Return how far each result is from the plain model's. `bound`: see `zgraph.program.tolerance.difference`."""
         wholes: dict[str, list[torch.Tensor]] = {}
         for name in self.params:
             own = [r.grads.get(name) for r in self.ranks]
@@ -339,7 +349,7 @@ class VirtualStep:
         return [self._allowed_for(d, parted) for d in compared] if bound is None else compared
 
     def _allowed_for(self, found: Difference, grads: Mapping[str, Sequence[torch.Tensor]]) -> Difference:
-        """The same difference; see `allowing`."""
+        """Return the difference with the plain model's own rounding error allowed: see `allowing`."""
         if found.ok or found.what not in ("output", "buffer", "gradient"):
             return found
         of_gradient = found.what == "gradient" and found.name in grads
@@ -350,9 +360,9 @@ class VirtualStep:
 
 
 def allowing(found: Difference, name: str, runs: Sequence[Sequence[PlainRun]], size: float | None = None) -> Difference:
-    """The same difference of an output, a buffer or a gradient with this name; one that is too large may be so much larger as the plain model's
-    own numbers are rounded. `runs` are of each rank those whose numbers are added up, `size` is the norm of what was compared (by default,
-    of the numbers)."""
+    """Return a difference of an output, buffer or gradient; if it is too large, add the plain model's own rounding
+    error to what is allowed. `runs`: for each rank, the runs whose numbers are added up; `size`: the norm of what was
+    compared, by default that of the first rank's numbers."""
     if found.ok or not math.isfinite(found.error):
         return found
     own, norms = [], []
@@ -368,9 +378,9 @@ def allowing(found: Difference, name: str, runs: Sequence[Sequence[PlainRun]], s
 
 
 class PlainRun:
-    """The plain model on one rank's batch, or a micro-batch of it: its outputs, the gradients of `weight` times its loss, its updated
-    buffers, its inputs as they are then (`changed`), and what the program needs. `plain` is a copy of the model, whose gradients and buffers
-    change."""
+    """The plain model's run on one rank's batch, or a micro-batch of it: its outputs, the gradients of `weight` times
+    its loss, its updated buffers, its inputs after the run (`changed`), and what the program needs. `plain` is a copy
+    of the model, whose gradients and buffers change."""
 
     def __init__(
         self,
@@ -392,7 +402,7 @@ class PlainRun:
         values: list[Any] = []
 
         def capture(*flat: Any) -> Sequence[Any]:
-            # (Not without gradients: a hook that forward puts on a value wants one that has them.)
+            # (Gradients stay enabled: a hook that forward registers needs a value that requires one.)
             made = [cast_to(v, out) for v in entry.trace.flat.graph_module(*flat)]
             # Each output is a leaf, so that a tangent is the loss's derivative by this output and no other.
             values.extend(
@@ -400,7 +410,7 @@ class PlainRun:
             )
             return values
 
-        # The plain model itself decides the numbers; dynamo's flat graph on the same state tells its outputs apart.
+        # The numbers are the plain model's own; dynamo's flat graph, run from the same state, identifies its outputs.
         torch.set_rng_state(self.random)
         given = own_inputs(call)
         output = pytree.tree_map(lambda v: cast_to(v, out), plain(*given[0], **given[1]))
@@ -417,7 +427,7 @@ class PlainRun:
         flat_output = entry.trace.flat.bind(capture)(twin, *given_flat[0], **given_flat[1])
         self._flat_leaves, self._outputs = _tensors(flat_output), values
         plain_leaves = {id(f): p for f, p in zip(self._flat_leaves, _tensors(output), strict=False)}
-        # (where the output's structure can't be flattened, the flat graph's own output stands for the plain model's)
+        # (if the output's structure can't be flattened, the flat graph's own output replaces the plain model's)
         self.plain = {self.output_name(i): plain_leaves.get(id(v), v) for i, v in enumerate(values)}
         if entry.trace.differentiable:
             losses = [loss_fn(x) if loss_fn else find_loss(x) for x in (output, flat_output)]
@@ -434,8 +444,8 @@ class PlainRun:
         outputs: Mapping[int, torch.Tensor],
         weight: float,
     ) -> None:
-        """Take the gradients of `weight` times the plain model's loss, and the tangents of the flat graph's `outputs` from its own: the
-        `losses` are these two. Raises `ModelError` where there is none."""
+        """Compute the gradients of `weight` times the plain model's loss, and the tangents of the flat graph's
+        `outputs` from its own loss; `losses` are the two. Raises `ModelError` if there is none."""
         loss, flat_loss = losses
         if loss is None or flat_loss is None:
             raise ModelError("the model's output holds no loss", hint="give a loss_fn")
@@ -450,9 +460,9 @@ class PlainRun:
 
     @cached_property
     def exact(self) -> list[PreciseRun]:
-        """The same in double precision, which says how far the plain model's own numbers are rounded; several runs, since what is in double
-        precision already is changed at random. None where the model does not run in it, or where it gives another loss (it draws other random
-        numbers, or one of its branches is taken elsewhere)."""
+        """The same run in double precision, to measure the rounding error of the plain model's own numbers. There are
+        several runs if parts are in double precision already, since these are changed at random. Empty if the model
+        does not run in it, or gives another loss (it draws other random numbers, or takes another branch)."""
         found = []
         for seed in range(SHAKEN):
             run = self._precise(seed)
@@ -466,7 +476,8 @@ class PlainRun:
         return found
 
     def pair(self, what: str, name: str) -> tuple[Any, Any]:
-        """A number of the plain model, and the same in double precision, of several the farthest; None where there is none."""
+        """Return a number of the plain model, and the same in double precision (of several runs the farthest); None for
+        one that does not exist."""
         mine = {"output": self.plain, "buffer": self.buffers, "gradient": self.grads}[what].get(name)  # type: ignore[attr-defined]
         runs = (
             {"output": run.outputs, "buffer": run.buffers, "gradient": run.grads}[what].get(name) for run in self.exact
@@ -477,24 +488,25 @@ class PlainRun:
         return mine, max(found, key=lambda value: float((mine.detach().double() - value).norm()), default=None)
 
     def output_name(self, index: int) -> str:
-        """What a flat output is called: by its place in the model's output, where it has one."""
+        """Return the name of a flat output: by its position in the model's output if it has one."""
         at = next((i for i, leaf in enumerate(self._flat_leaves) if leaf is self._outputs[index]), None)
         return f"output {index}" if at is None else f"leaf {at}"
 
     def waiting(self, name: str, spec: ParamSpec) -> torch.Tensor:
-        """The unreduced gradient of an earlier micro-batch: as large as this one's."""
+        """Return the unreduced gradient that earlier micro-batches left; here this micro-batch's own gradient stands in
+        for it."""
         grad = self.grads.get(name)
         return torch.zeros(spec.whole_shape, dtype=spec.grad_dtype) if grad is None else grad.to(spec.grad_dtype)
 
 
 @dataclass(frozen=True)
 class PreciseRun:
-    """The plain model in double precision: its loss, the tensors in its output by their names, its gradients and updated buffers."""
+    """The plain model's run in double precision."""
 
-    loss: torch.Tensor
-    outputs: dict[str, torch.Tensor]
-    grads: dict[str, torch.Tensor]
-    buffers: dict[str, torch.Tensor]
+    loss: torch.Tensor  # its loss
+    outputs: dict[str, torch.Tensor]  # the tensors in its output, by their names
+    grads: dict[str, torch.Tensor]  # the gradients of parameters that have one
+    buffers: dict[str, torch.Tensor]  # the updated buffers
     shaken: bool  # whether something was in double precision before
 
 
@@ -506,9 +518,9 @@ def precise_run(
     random: torch.Tensor,
     seed: int = 0,
 ) -> PreciseRun | None:
-    """Run a model in double precision, from this random state; None where it can't be. Model and inputs are changed. What is in double precision
-    already is another number in its last place, by `seed`: so far apart are two results that only rounding makes differ (Parker's Monte
-    Carlo arithmetic)."""
+    """Run a model in double precision from this random state; return None if it can't be. Model and inputs are changed.
+    Numbers in double precision already are changed in the last place, at random by `seed`: two such runs differ as
+    results that only rounding tells apart (Parker's Monte Carlo arithmetic)."""
     try:
         shaken = _shake([*model.parameters(), *_tensors(call)], seed)
         with torch.random.fork_rng(devices=[]):
@@ -527,7 +539,7 @@ def precise_run(
 
 
 def _shake(tensors: Sequence[torch.Tensor], seed: int) -> bool:
-    """Change each number in double precision by a last place, up or down at random. Is there any?"""
+    """Change each number in double precision by a last place, up or down at random. Return whether there is any."""
     random = torch.Generator().manual_seed(seed)
     doubles = [t for t in tensors if t.dtype is torch.float64]
     with torch.no_grad():
@@ -538,7 +550,8 @@ def _shake(tensors: Sequence[torch.Tensor], seed: int) -> bool:
 
 
 def named(program: Program, run: PlainRun, values: Sequence[Any]) -> dict[tuple[str, str], torch.Tensor]:
-    """A program's results by what they are, of the call that `run` is; what it only hands to another is none."""
+    """Return a program's results by what they are and their names, in the call of `run`, without those that are only
+    inputs of another part."""
     found: dict[tuple[str, str], torch.Tensor] = {}
     for port, value in zip(program.outputs, values, strict=True):
         if port.role is OutputRole.OUTPUT and port.index is not None:
@@ -556,17 +569,17 @@ def named(program: Program, run: PlainRun, values: Sequence[Any]) -> dict[tuple[
 class Called:
     """A module and its class's forward."""
 
-    module: nn.Module
-    forward_function: Any
+    module: nn.Module  # the module
+    forward_function: Any  # the function that its forward is
 
 
 def _micro_batches(called: Called, inputs: Inputs, parts: int) -> list[Inputs]:
-    """A rank's batch, cut as `train_step` cuts it."""
+    """Cut a rank's batch into micro-batches, as `train_step` does."""
     if parts == 1:
         return [inputs]
     args, kwargs = split_inputs(inputs)
     calls = split_batch(args, in_order(called, kwargs), parts, uneven=None)
-    own = [own_inputs(call) for call in calls]  # (memory of their own: see `rows_of`)
+    own = [own_inputs(call) for call in calls]  # (copies, for the reason given in `rows_of`)
     return [kwargs if isinstance(inputs, dict) else args for args, kwargs in own]
 
 
@@ -577,8 +590,8 @@ def _in_turn(
     batches: Sequence[Inputs],
     loss_fn: Callable[..., torch.Tensor] | None,
 ) -> Iterator[PlainRun]:
-    """The plain model on a rank's micro-batches, one after another: each finds the buffers as the one before it left them, and counts
-    equally."""
+    """Yield the plain model's runs on a rank's micro-batches: each starts with the buffers that the one before left,
+    and all have the same weight."""
     buffers: dict[str, torch.Tensor] = {}
     for batch in batches:
         plain = copy.deepcopy(reference)
@@ -595,8 +608,8 @@ def _device(model: nn.Module) -> torch.device:
 
 
 def _with_constants(plan: Plan, forward: Callable[..., Any], calls: list[Any]) -> OpenSizes | None:
-    """The inputs whose values a plan declares to be constants of a program, of the first call. Raises `SignatureError` where another call has
-    other values."""
+    """Return the inputs that a plan declares to be constants of a program, with the values of the first call. Raises
+    `SignatureError` if another call has other values."""
     first, *others = [declared_values(plan.dynamic, forward, *call) for call in calls]
     for other in others:
         if len(first) != len(other) or not all(torch.equal(a, b) for a, b in zip(first, other, strict=True)):
@@ -610,11 +623,11 @@ def _with_constants(plan: Plan, forward: Callable[..., Any], calls: list[Any]) -
 
 
 def rows_of(inputs: Inputs, rank: int, world: int) -> Inputs:
-    """A rank's part of the global batch: of the tensors with the most rows, which are cut; all others whole."""
+    """Return a rank's part of the global batch: a slice of each tensor with the most rows, all others whole."""
     sizes = {leaf.shape[0] for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.dim()}
     batch = max(sizes, default=0)
 
-    parts: dict[int, torch.Tensor] = {}  # (what stands there twice is one tensor in each part too)
+    parts: dict[int, torch.Tensor] = {}  # (a tensor that occurs twice is one tensor in each part too)
 
     def cut(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.shape[0] != batch:
@@ -626,18 +639,19 @@ def rows_of(inputs: Inputs, rank: int, world: int) -> Inputs:
             )
         return parts.setdefault(id(leaf), leaf.chunk(world)[rank])
 
-    # (memory of their own: of two slices of one batch some libraries' products differ in the last bit, by their alignment)
+    # (copies: products of two slices of one batch may differ in the last bit in some libraries, by their alignment)
     return own_inputs(pytree.tree_map(cut, inputs))  # type: ignore[no-any-return]
 
 
 def cast_to(value: Any, dtype: torch.dtype | None) -> Any:
-    """A floating-point tensor in this dtype, all else (and where there is none) as it is."""
+    """Return a floating-point tensor in this dtype; anything else, or with no dtype given, unchanged."""
     floats = dtype is not None and isinstance(value, torch.Tensor) and value.is_floating_point()
     return value.to(dtype) if floats else value
 
 
 def in_precision(model: nn.Module, specs: dict[str, ParamSpec]) -> nn.Module:
-    """A copy whose parameters have the dtypes that are computed in; `model`'s own become those that ranks hold."""
+    """Return a copy whose parameters have the dtypes that are computed in; cast `model`'s own to the dtypes that ranks
+    hold."""
     plain = copy.deepcopy(model)
     for (name, param), own in zip(plain.named_parameters(), model.parameters(), strict=True):
         own.data = own.data.to(specs[name].dtype)
@@ -650,13 +664,13 @@ def _tensors(output: Any) -> list[torch.Tensor]:
 
 
 def _laid_out(value: torch.Tensor, node: fx.Node) -> torch.Tensor:
-    """A copy with the dtype and strides that the program's input has."""
+    """Return a copy with the dtype and strides of the program's input."""
     like = tensor(node)
     return torch.empty_strided(like.size(), like.stride(), dtype=like.dtype).copy_(value)
 
 
 def data_rank(sizes: Mapping[str, int], rank: int) -> int:
-    """Which part of the global batch a rank is given: the same for ranks that divide weights."""
+    """Return which part of the global batch a rank is given: the same for ranks that divide weights."""
     where, found = coordinates(dict(sizes), rank), 0
     for dim, size in sizes.items():
         if dim in DATA_DIMS:
@@ -665,14 +679,14 @@ def data_rank(sizes: Mapping[str, int], rank: int) -> int:
 
 
 def part_of(whole: torch.Tensor, spec: ParamSpec, rank: int, sizes: dict[str, int]) -> torch.Tensor:
-    """What a virtual rank computes with, of a whole parameter or gradient."""
+    """Return the part of a whole parameter or gradient that a virtual rank computes with."""
     if spec.division is None:
         return whole
     return spec.division.part(whole, coordinates(sizes, rank)[spec.division.mesh_dim])
 
 
 def shard_of(whole: torch.Tensor, spec: ParamSpec, rank: int, sizes: dict[str, int]) -> torch.Tensor:
-    """A virtual rank's padded shard of what it computes with of a parameter or gradient."""
+    """Return a virtual rank's padded shard of the part of a parameter or gradient that it computes with."""
     if spec.shard_dim is None:
         return whole
     first = spec.rows * coordinates(sizes, rank)[spec.shard_dim]
@@ -687,8 +701,8 @@ def shard_of(whole: torch.Tensor, spec: ParamSpec, rank: int, sizes: dict[str, i
 
 
 def mean_of(grads: Sequence[torch.Tensor], sizes: dict[str, int], spec: ParamSpec) -> list[torch.Tensor]:
-    """The mean over the ranks that see different data, on each rank: in rank order, first within each `dp` group as the program does it, in
-    the dtype that it reduces in."""
+    """Return, for each rank, the mean over the ranks that see different data: added in rank order, in the dtype that is
+    reduced in, first within each `dp` group as the program does."""
     dims = [d for d in DATA_DIMS if sizes.get(d, 1) > 1]
     values = [g.to(spec.reduce_dtype) for g in grads] if dims else list(grads)
     for dim in dims:

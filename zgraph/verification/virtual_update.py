@@ -1,4 +1,4 @@
-"""A plan's update on virtual ranks, in one process, from the gradients of a step: what `zgraph bisect` runs."""
+"""Run a plan's update on virtual ranks in one process, from the gradients of a step, for `zgraph bisect`."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _SHOWN = {InputRole.PARAMETER: "parameter", InputRole.STATE: "state"}
 
 
 class VirtualUpdate:
-    """The update that follows a step. `records` are its program's way through its passes, as `passed` gives them.
+    """The update that follows a step. `records` are its program after each pass, as `passed` returns them.
 
-    It is the second one from the same gradients, so that states have values of their own. `share` is that of the states which is
-    offloaded. No pass is verified here.
+    It is the second update with the same gradients, so that states no longer have their initial values. `share` is the
+    share of the states that is offloaded. No pass is verified here.
     """
 
     def __init__(
@@ -40,7 +40,8 @@ class VirtualUpdate:
             held |= {(roles[what], name): value for (what, name), value in made.items() if what in roles}
 
     def of_program(self, program: Program) -> Results:
-        """The parameters, states and numbers after an update, whether the program gives them or writes them over the old ones."""
+        """Return the parameters, states and outputs after an update, whether the program returns them or writes them in
+        place."""
         given = [
             [held[p.role, p.name].clone(memory_format=torch.preserve_format) for p in program.inputs]
             for held in self._held
@@ -61,7 +62,8 @@ class VirtualUpdate:
         return found
 
     def differences(self, found: Results, bound: float | None = None) -> list[Difference]:
-        """How far each result is from that of the update before any pass. `bound`: see `zgraph.program.tolerance.difference`."""
+        """Return how far each result is from that of the update before any pass. `bound`: see
+        `zgraph.program.tolerance.difference`."""
         return [
             difference(what, name, rank, values.get((what, name)), plain, bound=bound)
             for rank, (values, expected) in enumerate(zip(found, self._expected, strict=True))
@@ -73,7 +75,7 @@ class VirtualUpdate:
         return self.of_program(self.records[0].program)
 
     def _first(self, rank: int) -> dict[tuple[Any, str], torch.Tensor]:
-        """What the first update of a rank takes."""
+        """Return the inputs of a rank's first update."""
         step, options = self.step, self.options
         held: dict[tuple[Any, str], torch.Tensor] = {}
         for member in self.members:
@@ -96,7 +98,8 @@ class VirtualUpdate:
         return held
 
     def _numbers(self) -> list[float]:
-        """The plan's own learning rates and other numbers; gradients are not multiplied, and the loss is finite."""
+        """Return the scalars of the update: the plan's learning rates and other options, and 1.0 for factors on
+        gradients and the loss."""
         records = {m.group: m.record for m in self.members}
         found = []
         for group, path in scalar_names(self.members, self.options):
