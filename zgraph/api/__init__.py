@@ -1,1 +1,1 @@
-"""What a user calls: compile, verify, calibrate, and `model.zgraph`."""
+"""The functions that users call: compile, verify, calibrate, and the methods of `model.zgraph`."""

@@ -1,4 +1,4 @@
-"""accelerate's Accelerator, which knows nothing of compiled models: what it asks of one that it prepares, and what it saves and loads of it."""
+"""Support for accelerate's Accelerator, which does not know compiled models: preparing, saving and loading them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ from zgraph.torch_compat.private_names import refuse_release
 from zgraph.update.optimizer import PlanOptimizer
 
 FOLDER = "zgraph"
-"""In a folder of `save_state`: the checkpoint of a compiled model. (That of the second is "zgraph_1".)"""
+"""The subfolder of `save_state`'s folder with a compiled model's checkpoint; the second model's is "zgraph_1"."""
 
 
 class ForAccelerate:
-    """What accelerate asks a model for before it wraps it: whether it is prepared already. On several ranks a compiled model is, but for the
-    autocast that `mixed_precision` asks for: accelerate would leave that out without a word."""
+    """The value of the attribute by which accelerate asks whether a model is prepared already.
+
+    It is true for a compiled model on several ranks. If accelerate's `mixed_precision` is set and the plan has no
+    precision, asking raises `ModelError`, since accelerate would silently leave its autocast out.
+    """
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
@@ -49,7 +52,7 @@ class ForAccelerate:
 
 
 def _watch(accelerator: Any) -> None:
-    """Let an accelerator that prepares a compiled model save and load it by all ranks together."""
+    """Make an accelerator that prepares a compiled model save and load it by all ranks together."""
     if "get_state_dict" not in accelerator.__dict__:
         refuse_release("accelerators")
         for name, does in (
@@ -65,7 +68,7 @@ def _compiled(accelerator: Any) -> list[nn.Module]:
 
 
 def _get_state_dict(accelerator: Any, own: Callable[..., Any], model: nn.Module, unwrap: bool = True) -> Any:
-    """Whole tensors on the main process, and an empty dict on the others, as of a model of FSDP's."""
+    """Return whole tensors on the main process and {} on the others, as accelerate does for a model of FSDP's."""
     inner = accelerator.unwrap_model(model)
     if not is_compiled(inner) or not inner.__dict__["zgraph"].divides():
         return own(model, unwrap=unwrap)
@@ -73,7 +76,7 @@ def _get_state_dict(accelerator: Any, own: Callable[..., Any], model: nn.Module,
 
 
 def _parted(accelerator: Any) -> list[tuple[Any, nn.Module]]:
-    """The optimizers, as accelerate has them, that are over a compiled model's parameters, each with the model."""
+    """Return the optimizers, as accelerate wraps them, of compiled models' parameters, each with its model."""
     found = []
     for optimizer in accelerator._optimizers:
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -82,7 +85,7 @@ def _parted(accelerator: Any) -> list[tuple[Any, nn.Module]]:
 
 
 def _without(accelerator: Any, does: Callable[[], Any]) -> Any:
-    """Call something while the accelerator has neither compiled models nor their optimizers."""
+    """Call a function while the accelerator's lists lack compiled models and their optimizers."""
     models, optimizers = accelerator._models, accelerator._optimizers
     ours = {id(o) for o, _ in _parted(accelerator)}
     accelerator._models = [m for m in models if not is_compiled(m)]
@@ -98,7 +101,8 @@ def _name(kind: str, number: int) -> str:
 
 
 def _save_state(accelerator: Any, own: Callable[..., Any], output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """As accelerate's own; of each compiled model a checkpoint lies beside the other files, to be loaded on any number of ranks."""
+    """Save as accelerate does, with a checkpoint of each compiled model beside the other files, which any number of
+    ranks can load."""
     models, parted = _compiled(accelerator), _parted(accelerator)
 
     def save(others: Any, weights: Any, folder: str) -> None:
@@ -119,7 +123,8 @@ def _save_state(accelerator: Any, own: Callable[..., Any], output_dir: Any = Non
 
 
 def _load_state(accelerator: Any, own: Callable[..., Any], input_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """As accelerate's own; of each compiled model the checkpoint that `save_state` wrote on whatever number of ranks."""
+    """Load as accelerate does, with the checkpoint of each compiled model that `save_state` wrote on any number of
+    ranks."""
     models, parted = _compiled(accelerator), _parted(accelerator)
 
     def load(others: Any, folder: str) -> None:

@@ -1,8 +1,8 @@
-"""The first node whose value in compiled code is another one than plain operators give: a step as its backend really runs it.
+"""The search for the first node whose value in compiled code differs from that of plain operators, in the code that the backend really runs.
 
-The forward and the backward of a copy of the model run once, and each program again, operator by operator, on copies of the same
-inputs. Where its outputs differ, the node at which that begins is looked for: of Inductor's code by compiling the program again with
-all its values as outputs; and where the fault is gone with them (what is given out is not fused away), with one output at a time.
+The forward and the backward of a copy of the model run once, and each program again, operator by operator, on copies of the same inputs. If its
+outputs differ, the first differing node is searched: for Inductor's code by compiling the program again with all its values as outputs. If the fault
+disappears with them, since outputs are not fused away, the search goes on with one output at a time.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Suspect:
-    """The first node of a program whose value differs, with how far, and how far it may be."""
+    """The first node of a program whose value differs."""
 
-    program: str
-    node: str
-    operator: str
-    module: str
-    source: str
-    error: float
-    allowed: float
+    program: str  # the program's name
+    node: str  # the node's name
+    operator: str  # its operator
+    module: str  # the path of the user's module, "" for the root
+    source: str  # the user's "file:line"
+    error: float  # the relative error of its value
+    allowed: float  # the largest relative error that rounding may give
 
 
 @dataclass(frozen=True)
 class RuntimeBisection:
-    """What `bisect_runtime` found: the programs that ran, and the first node that differs of each that is wrong."""
+    """The result of `bisect_runtime`."""
 
-    backend: str
-    programs: tuple[str, ...]
-    suspects: tuple[Suspect, ...]
+    backend: str  # the plan's backend
+    programs: tuple[str, ...]  # the names of the programs that ran
+    suspects: tuple[Suspect, ...]  # the first node that differs, for each program that is wrong
 
     @property
     def ok(self) -> bool:
@@ -72,9 +72,12 @@ class RuntimeBisection:
 def bisect_runtime(
     model: nn.Module, plan: Plan, inputs: Inputs, loss_fn: Callable[..., torch.Tensor] | None = None
 ) -> RuntimeBisection:
-    """Run a forward and a backward of a copy of `model` on one rank, by the plan's backend, and find the first node that differs in each
-    program. `inputs` (a tuple or a dict) and `loss_fn` are those of `zgraph.verify`. Raises `PlanError` for a plan with a pipeline, and
-    `ModelError` if there is no loss."""
+    """Run a forward and a backward of a copy of `model` on one rank by the plan's backend; find the first node that
+    differs in each program.
+
+    `inputs` (a tuple or a dict) and `loss_fn` are those of `zgraph.verify`. Raises `PlanError` for a plan with a
+    pipeline, and `ModelError` if there is no loss.
+    """
     plan.refuse_pipeline(1, "search of compiled code")
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     args, kwargs = ((), inputs) if isinstance(inputs, dict) else (tuple(inputs), {})
@@ -95,7 +98,7 @@ def bisect_runtime(
 
 
 class _Run:
-    """One run of an executable: copies of its inputs, the random state before it, and what it gave."""
+    """One run of an executable: copies of its inputs, the random state before it, and its results."""
 
     def __init__(self, executable: Executable, groups: dict[str, str], device: torch.device) -> None:
         self.program, self.groups, self.device = executable.program, groups, device
@@ -112,7 +115,7 @@ class _Run:
         return results
 
     def suspect(self) -> Suspect | None:
-        """The first node that differs; None where the outputs are right."""
+        """Return the first node that differs; None if the outputs are right."""
         self.plain: dict[str, torch.Tensor] = {}
 
         def seen(node: fx.Node, value: Any) -> None:
@@ -132,7 +135,7 @@ class _Run:
         return self._within(wrong) or wrong
 
     def _within(self, wrong: Suspect) -> Suspect | None:
-        """The first node that differs inside of what Inductor compiles."""
+        """Return the first node that differs inside of what Inductor compiles; None if none is found."""
         nodes = [n for n in self.program.nodes if n.op == "call_function" and not in_flight(n)]
         nodes = [n for n in nodes if isinstance(v := value(n), torch.Tensor) and v.is_floating_point()]
         if (found := self._first(self._values(nodes))) is not None:
@@ -147,7 +150,7 @@ class _Run:
         return best
 
     def _values(self, nodes: list[fx.Node]) -> dict[str, Any]:
-        """These nodes' values in code that has them as its outputs; none where Inductor can't compile that."""
+        """Return these nodes' values from code compiled with them as its outputs; {} if Inductor can't compile it."""
         part = self.program.snapshot()
         names = {n.name for n in nodes}
         part.set_outputs([(Port(OutputRole.SAVED, n.name), n) for n in part.nodes if n.name in names])

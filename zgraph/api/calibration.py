@@ -1,9 +1,9 @@
-"""`zgraph.calibrate`: what schedules and forecasts are made from, measured on this machine with this model.
+"""`zgraph.calibrate`: measures the costs of schedules and forecasts, on this machine with this model.
 
-A copy of the model is compiled by the plan and trained for a few steps, with every call of its programs timed
-(`zgraph.codegen.instrumented`); the links are timed by themselves (`zgraph.machine.link_benchmark`). Between ranks every other few steps let their
-transfers run beside the kernels: what these take longer is what transfers take from a rank's computing. The ranks' tables
-become one, so that all of them schedule alike.
+A copy of the model is compiled by the plan and trained for a few steps, with every call of its programs timed (`zgraph.codegen.instrumented`); the
+links are timed by themselves (`zgraph.machine.link_benchmark`). With several ranks, steps whose transfers run beside the kernels alternate with steps
+that wait for each transfer at once: the kernels' longer time in the former is how much transfers slow down computation. The ranks' tables are merged
+into one, so that all ranks make the same schedules.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ from zgraph.runtime.runtime import Runtime
 
 logger = logging.getLogger(__name__)
 
-WARM = 3  # steps before those that are counted: the first ones compile, and make what is made once
+WARM = 3  # steps before those that are measured: the first ones compile, and allocate what is kept
 STEPS = 12
-TURN = 3  # steps in one way before the other has its turn: the machine may have other things to do meanwhile
-LARGE = 2**20  # bytes: kernels that move more than this tell the rate of the memory
+TURN = 3  # steps of one kind before the other kind follows: they alternate, since other load on the machine changes
+LARGE = 2**20  # bytes: kernels that move more than this measure the memory's rate
 
 
 @dataclass(frozen=True)
 class _Sample:
-    """One node, timed; what it does, for the rates of those that were not."""
+    """One timed node. What it computes and moves gives the rates for nodes that were not timed."""
 
-    key: str
-    seconds: float
-    flops: int
-    moved: int
-    dtype: str
+    key: str  # the signature of its operator and operands
+    seconds: float  # its time
+    flops: int  # its floating-point operations, if it is a product
+    moved: int  # the bytes that it reads and writes
+    dtype: str  # the dtype that it computes in
 
 
 def calibrate(
@@ -66,13 +66,13 @@ def calibrate(
     path: str | os.PathLike[str] | None = None,
     steps: int = STEPS,
 ) -> Hardware:
-    """Measure what a step of `model` by `plan` consists of, and return it for `Plan(hardware=…)`.
+    """Measure the operators and links of a step of `model` by `plan`, and return them for `Plan(hardware=…)`.
 
-    The model is not compiled and is not changed: a copy of it takes `steps` training steps on `inputs` (as for
-    `zgraph.compile`: this rank's own batch, of one micro-batch), so there must be room for two. `loss_fn` and `mesh` are those of
-    `zgraph.compile`; an output without a loss is summed. All ranks must call it, with the same arguments; all get the same
-    record, and rank 0 writes it to `path` as JSON. Raises what `compile` and `train_step` do, and `PlanError` where the
-    file can't be written, and for a plan with a pipeline (a step without stages has the same operators).
+    The model is not compiled and is not changed: a copy of it runs `steps` training steps on `inputs` (as for
+    `zgraph.compile`: this rank's own batch, of one micro-batch), so there must be memory for two. `loss_fn` and `mesh` are
+    those of `zgraph.compile`; an output without a loss is summed. All ranks must call it, with the same arguments; all get
+    the same record, and rank 0 writes it to `path` as JSON. Raises what `compile` and `train_step` do, and `PlanError` if
+    the file can't be written, and for a plan with a pipeline (a step without stages has the same operators).
     """
     plan = (plan or Plan()).model_copy(update={"hardware": None, "elastic": None, "micro_batches": 1})
     plan.refuse_pipeline(
@@ -96,7 +96,7 @@ def calibrate(
 
 # -- running ------------------------------------------------------------------------------------------------------------
 def _links(runtime: Runtime) -> dict[str, Link]:
-    """Each mesh dimension's link; those with one rank have none."""
+    """Measure the link of each mesh dimension with more than one rank."""
     found = {}
     for dim, ranks in runtime.sizes.items():
         if ranks > 1:
@@ -107,11 +107,11 @@ def _links(runtime: Runtime) -> dict[str, Link]:
 
 @dataclass(frozen=True)
 class _Step:
-    """A step that was timed: the seconds of all of it, and the runs of its programs."""
+    """A timed step."""
 
-    settled: bool
-    wall: float
-    runs: list[tuple[Timed, Run]]
+    settled: bool  # each transfer was waited for where it starts
+    wall: float  # the seconds of the whole step
+    runs: list[tuple[Timed, Run]]  # the timed runs of its programs
 
     @property
     def besides(self) -> float:
@@ -120,25 +120,25 @@ class _Step:
 
     @property
     def started(self) -> tuple[float, int]:
-        """(seconds in starts of transfers, how many)."""
+        """(the seconds in starts of transfers, the number of starts)."""
         found = [each.starts(run) for each, run in self.runs]
         return sum(s for s, _ in found), sum(n for _, n in found)
 
 
 @dataclass(frozen=True)
 class _Found:
-    """What one rank measured: every node of the programs that ran, seconds of a step besides them, the bytes of all transfers
-    of a step (as `Costs.work` counts them), seconds that these took from its computing, and seconds of a start of one."""
+    """The measurements of one rank."""
 
-    samples: list[_Sample]
-    besides: float
-    sent: int = 0
-    stolen: float = 0.0
-    start: float = 0.0
+    samples: list[_Sample]  # every node of the programs that ran
+    besides: float  # seconds of a step outside of its programs
+    sent: int = 0  # bytes of all transfers of a step, as `Costs.work` counts them
+    stolen: float = 0.0  # seconds by which these transfers slowed down the computation
+    start: float = 0.0  # seconds of the start of one transfer
 
 
 def _observe(timed: Sequence[Timed], step: Callable[[], float], ways: tuple[bool, ...], steps: int) -> list[_Step]:
-    """`steps` steps in each of these ways (is every transfer waited for where it starts?), which take turns."""
+    """Run `steps` steps of each kind in `ways`, in turns: True waits for every transfer where it starts, False does
+    not."""
     found: list[_Step] = []
     for each in timed:
         each.install()
@@ -150,7 +150,7 @@ def _observe(timed: Sequence[Timed], step: Callable[[], float], ways: tuple[bool
                 for number in range(min(TURN, steps - turn * TURN) + 1):
                     wall = step()
                     runs = [(each, run) for each in timed for run in each.take()]
-                    if number:  # (the first one still has what the other way left on its way)
+                    if number:  # (in the first one, transfers of the other kind of step may still run)
                         found.append(_Step(settled, wall, runs))
     finally:
         for each in timed:
@@ -183,7 +183,7 @@ def _time_steps(handle: Any, args: tuple[Any, ...], kwargs: dict[str, Any], step
     wholes = {}
     for each, whole in timed.items():
         runs = [run for s in alone for own, run in s.runs if own is each]
-        if not runs:  # (of a signature, or for outputs, that training does not have)
+        if not runs:  # (a program for other inputs or outputs than these steps have)
             continue
         wholes[id(whole)] = whole
         by_name = {n.name: n for n in whole.graph.nodes}  # (a split program's inputs may have other strides)
@@ -199,7 +199,7 @@ def _time_steps(handle: Any, args: tuple[Any, ...], kwargs: dict[str, Any], step
 
 
 def _executables(runtime: Runtime) -> Iterable[tuple[Executable, Program]]:
-    """What a step runs, each with the program that it is a part of."""
+    """Yield the executables of a step, each with the whole program that it is a part of."""
     for entry in runtime.entries.values():
         for step in entry.every_program():
             for executable in step.executables():
@@ -210,7 +210,7 @@ def _executables(runtime: Runtime) -> Iterable[tuple[Executable, Program]]:
 
 
 def any_loss(output: Any, *_: Any, **__: Any) -> torch.Tensor:
-    """The loss of an output, or the sum of all that can be differentiated in it."""
+    """Return the loss of an output, or the sum of all its differentiable values."""
     loss = find_loss(output)
     if loss is not None:
         return loss
@@ -224,7 +224,7 @@ def _sample(node: fx.Node, seconds: float, costs: Costs) -> _Sample:
 
 
 def _with_work(links: dict[str, Link], ranks: Sequence[_Found]) -> dict[str, Link]:
-    """Links with what a transfer takes from computing: nothing less than none, nor more than all of its time."""
+    """Return the links with how much a transfer slows down computation: at least nothing, at most its own time."""
     stolen, start = statistics.median(r.stolen for r in ranks), statistics.median(r.start for r in ranks)
     sent = max(ranks[0].sent, 1)  # (ranks run the same programs)
     return {
@@ -234,8 +234,8 @@ def _with_work(links: dict[str, Link], ranks: Sequence[_Found]) -> dict[str, Lin
 
 
 def _hardware(name: str, base: Hardware, links: dict[str, Link], ranks: Sequence[_Found]) -> Hardware:
-    """One record of what every rank measured: of the slowest rank, since the others wait for it; means over nodes of equal
-    signature."""
+    """Return one record of what all ranks measured: the slowest rank's times, since the others wait for it, averaged
+    over nodes of equal signature."""
     by_key: dict[str, list[float]] = {}
     rows: list[_Sample] = []
     for same in zip(*(r.samples for r in ranks), strict=True):  # (ranks run the same programs)
@@ -251,13 +251,13 @@ def _hardware(name: str, base: Hardware, links: dict[str, Link], ranks: Sequence
             "launch": _launch(rows, base.launch),
             "links": {**base.links, **{d: _rounded(link) for d, link in links.items()}},
             "operators": {key: _short(statistics.fmean(seconds)) for key, seconds in sorted(by_key.items())},
-            "step": _short(min(r.besides for r in ranks)),  # (the last rank to come waits for nobody)
+            "step": _short(min(r.besides for r in ranks)),  # (the last rank to arrive waits for none)
         }
     )
 
 
 def _rates(rows: list[_Sample]) -> dict[str, float]:
-    """FLOP/s of products by dtype."""
+    """Return FLOP/s of products by dtype."""
     flops: dict[str, int] = {}
     seconds: dict[str, float] = {}
     for row in rows:
@@ -268,13 +268,13 @@ def _rates(rows: list[_Sample]) -> dict[str, float]:
 
 
 def _memory(rows: list[_Sample]) -> float | None:
-    """Bytes per second of all that is no product and large; None without any."""
+    """Return bytes/s of large nodes that are not products; None if there are none."""
     large = [r for r in rows if not r.flops and r.moved > LARGE and r.seconds]
     return _short(sum(r.moved for r in large) / sum(r.seconds for r in large)) if large else None
 
 
 def _launch(rows: list[_Sample], base: float) -> float:
-    """Seconds of what moves next to nothing."""
+    """Return the median seconds of nodes that move next to nothing; `base` if there are none."""
     small = [r.seconds for r in rows if not r.flops and 0 < r.moved < LARGE // 256]
     return _short(statistics.median(small)) if small else base
 
@@ -284,12 +284,12 @@ def _rounded(link: Link) -> Link:
 
 
 def _short(value: float) -> float:
-    """Four digits: more were not measured."""
+    """Round to four digits: measurements are not more accurate."""
     return float(f"{value:.4g}")
 
 
 def _write(hardware: Hardware, path: Path, agreement: Agreement) -> None:
-    """Rank 0 writes; none returns before the file is whole."""
+    """Write the record on rank 0, and return on all ranks once the file is complete. Raises `PlanError`."""
     problem: str | None = None
     if not agreement.ranks or dist.get_rank() == agreement.ranks[0]:
         part = path.with_name(f"{path.name}.{os.getpid()}.part")

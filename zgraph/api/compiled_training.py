@@ -1,12 +1,12 @@
-"""A compiled copy of a model in training beside the plain one, on real tensors: what `zgraph.verify(…, compiled=True)` runs.
+"""Training a compiled copy of a model beside the plain one, on real tensors: the implementation of `zgraph.verify(…, compiled=True)`.
 
-Each rank compiles a copy, and trains it as a user would: two steps of an own loop (backwards inside and outside of `no_sync`, from the loss
-and from the outputs, clipped between them, gradients added to clipped ones), then two of `train_step`. Inputs are one set of buffers,
-overwritten for each call. Beside it `zgraph.verification.reference_training` does the same on the whole global batch. All that a user can see
-is compared after each call.
+Each rank compiles a copy, and trains it as a user would: two steps of a hand-written loop (backwards inside and outside of `no_sync`, from the loss
+and from the outputs, clipped between them, gradients added to clipped ones), then two of `train_step`. Inputs are one set of buffers, overwritten for
+each call. Beside it `zgraph.verification.reference_training` does the same on the whole global batch. Everything that a user can see is compared
+after each call.
 
-An update is compared as what is made of the compiled model's own gradients, which were compared before: an optimizer makes a large
-difference of a gradient that is nothing but rounding.
+Gradients are compared first; then the plain model's update is computed from the compiled model's gradients, and compared. Otherwise an optimizer
+could make a large difference of gradients that differ by rounding only.
 """
 
 from __future__ import annotations
@@ -51,18 +51,20 @@ from zgraph.verification.reference_training import LossFn, PlainTraining, Ran, c
 from zgraph.verification.unshared_inputs import own_inputs, share_memory
 from zgraph.verification.virtual_step import SCALE, data_rank, own_copy, rows_of
 
-MOVED = (
-    0.05  # by how much of their norm a user's own optimizer moves the weights: a stale one is then seen in any dtype
-)
+# The fraction of their norm by which a user's own optimizer moves the weights: a stale weight is then seen in any dtype.
+MOVED = 0.05
 OWN_STEPS = PLANNED_STEPS = 2
-_CODES = 0.05  # how far codes of 8 bits may be apart, norm-wise: one may be rounded to its neighbour
+_CODES = 0.05  # the allowed relative error (in the norm) of 8-bit codes: one may be rounded to its neighbour
 
 
 def compare_training(
     model: nn.Module, plan: Plan, world: int, inputs: Inputs, loss_fn: LossFn
 ) -> tuple[Plan, list[Difference]]:
-    """(the plan that was run, how far all that was compared is apart, on all ranks, in the order of the steps). `inputs` are the global
-    batch. Every rank must call it. The model is not changed, nor is the random state. See `zgraph.verify` for what is raised."""
+    """Train both models; return the plan that was run, and the differences on all ranks in the order of the steps.
+
+    `inputs` are the global batch. Every rank must call it. The model and the random state are not changed. Raises what
+    `zgraph.verify` says.
+    """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     _refuse_world(world)
     _refuse_plan(plan, model)
@@ -124,7 +126,7 @@ def _refuse_plan(plan: Plan, model: nn.Module) -> None:
 
 
 class _Training:
-    """The steps of both models. What is `found` is numbered in the order in which it was compared."""
+    """The steps of both models, with the numbered list of differences `found`, in the order of the comparisons."""
 
     def __init__(self, model: nn.Module, plan: Plan, world: int, inputs: Inputs, loss_fn: LossFn) -> None:
         sizes, ranks = plan.resolve_mesh(world), plan.data_ranks(world)
@@ -142,14 +144,14 @@ class _Training:
         self.seed, self.calls = int(_agreed(torch.initial_seed(), world)), 0
         self.found: list[tuple[int, Difference]] = []
         self.phase, self.number = "", 0
-        self.gradients: dict[str, torch.Tensor] = {}  # those that the plan's last update was of
+        self.gradients: dict[str, torch.Tensor] = {}  # the gradients of the plan's last update
         twin = own_copy(model)
         copy_hooks(model, twin)
         self.compiled = compile(twin, self.plan, inputs=self._first_inputs(sizes), loss_fn=loss_fn)
         self.handle: Handle = self.compiled.zgraph  # type: ignore[assignment]
 
     def _planned(self, plan: Plan) -> Plan:
-        """The plan, with two micro-batches where it has one and the batch can be cut."""
+        """Return the plan, with two micro-batches instead of one if the batch can be cut."""
         if plan.micro_batches > 1 or plan.elastic is not None or self.staged:
             return plan
         args, kwargs = self.batches[self.mine]
@@ -161,12 +163,13 @@ class _Training:
             for call in split_batch(args, kwargs, 2, uneven=None):
                 with torch.no_grad():
                     trial.forward(own_inputs(call))
-        except Exception:  # (it is made for a batch of this size: loss_fn has targets of its own, say)
+        except Exception:  # (the model only takes a batch of this size, for example if loss_fn has targets of its own)
             return plan
         return plan.model_copy(update={"micro_batches": 2})
 
     def _first_inputs(self, sizes: Mapping[str, int]) -> Inputs | None:
-        """What the model is captured from as it is compiled, where that decides what a rank holds of it."""
+        """Return the inputs from which the model is captured when it is compiled, if the capture decides what a rank
+        holds; else None."""
         if self.staged:
             args, kwargs = self.buffers
         elif sizes.get(TENSOR_DIM, 1) > 1:
@@ -176,7 +179,7 @@ class _Training:
         return dict(named(self.plain.copies[self.mine].called, (args, kwargs))) if args and kwargs else kwargs or args
 
     def run(self) -> None:
-        """All steps. Raises `ModelError` where the loss depends on no parameter that trains."""
+        """Run all steps. Raises `ModelError` if the loss depends on no parameter that trains."""
         with self._gradients_noted():
             steps = [self.planned_step] * PLANNED_STEPS
             for number, step in enumerate(steps if self.staged else [self.own_step] * OWN_STEPS + steps):
@@ -186,7 +189,7 @@ class _Training:
 
     @contextlib.contextmanager
     def _gradients_noted(self) -> Iterator[None]:
-        """Inside, what each update of the plan's is made of is `gradients`."""
+        """Record the gradients of each of the plan's updates in `gradients` inside the block."""
 
         def note(grads: dict[str, torch.Tensor]) -> None:
             self.gradients = {n: _whole(g) for n, g in grads.items()}
@@ -195,9 +198,9 @@ class _Training:
         yield
         remove()
 
-    # -- a step of an own loop ----------------------------------------------------------------------------------------
+    # -- a step of a hand-written loop --------------------------------------------------------------------------------
     def own_step(self) -> None:
-        """Three backwards, the gradients clipped after the second, then an update."""
+        """Run three backwards, with the gradients clipped after the second, then an update."""
         for number in range(3):
             calls = [_turned(batch, self.calls) for batch in self.batches]
             with self.handle.no_sync() if number == 0 else contextlib.nullcontext():
@@ -211,7 +214,7 @@ class _Training:
             self.compare_own_update()
 
     def backward(self, number: int, calls: Sequence[Call], *, from_outputs: bool) -> None:
-        """One forward and its backward, of both."""
+        """Run one forward and its backward of both models, and compare."""
         weight = 0.75
         seeds = self._seeds()
         rans: list[Ran] = []
@@ -254,7 +257,7 @@ class _Training:
         return Ran(found, next((t for t in found.values() if t.dim() == 0 and loss is t), loss))
 
     def clip(self) -> None:
-        """Clip the gradients of both to half of their norm, in place."""
+        """Clip the gradients of both models to half of their norm, in place, and compare."""
         norm = norm_of(g for g in self.plain.grads().values() if g is not None)
         largest = _agreed((norm or 1.0) / 2, self.world)
         mine = _whole(torch.nn.utils.clip_grad_norm_(self.compiled.parameters(), largest))
@@ -264,9 +267,9 @@ class _Training:
         self.compare_gradients()
         self.compare_unchanged(*self._tangents, "tangent of")
 
-    # -- a step of the model's own ------------------------------------------------------------------------------------
+    # -- a step by train_step -----------------------------------------------------------------------------------------
     def planned_step(self) -> None:
-        """One `train_step`."""
+        """Run one `train_step` and the same of the plain model, and compare."""
         calls = [_turned(batch, self.calls) for batch in self.batches]
         seeds, outputs = self._seeds(), []
         parts = [self._cut(call) for call in calls]
@@ -303,7 +306,7 @@ class _Training:
         return split_batch(args, kwargs, self.plan.micro_batches, uneven=uneven)
 
     def _weights(self, parts: Sequence[Sequence[Call]]) -> list[list[float]]:
-        """By how much each micro-batch of each data rank counts: 1 on average."""
+        """Return the weight of each micro-batch of each data rank in the loss, 1 on average."""
         if self.plan.loss_average != "token":
             return [[1.0] * len(cut) for cut in parts]
         entered = self.handle.runtime.entered
@@ -325,11 +328,11 @@ class _Training:
         self.found.append((len(self.found), replace(made, phase=self.phase)))
 
     def compare(self, what: str, name: str, mine: Any, plain: Any, **options: Any) -> None:
-        """Note how far two tensors are apart; see `zgraph.program.tolerance.difference`."""
+        """Record how far two tensors are apart; see `zgraph.program.tolerance.difference`."""
         self._note(difference(what, name, self.rank, mine, plain, **options))
 
     def compare_all(self, what: str, mine: Mapping[str, torch.Tensor], plain: Mapping[str, torch.Tensor]) -> None:
-        """Compare tensors by name; one that the other has not is a difference."""
+        """Compare tensors by name; a tensor that only one model has is a difference."""
         for name in plain.keys() - mine.keys():
             self._note(Difference(what, f"{name} (missing)", self.rank, math.inf, 0.0, False))
         for name in mine.keys() - plain.keys():
@@ -354,7 +357,7 @@ class _Training:
                 self.compare("buffer", name, buffer, plain[name], all_norm=scale, computed=self._low())
 
     def compare_gradients(self) -> None:
-        """Compare `.grad` of all parameters that are here."""
+        """Compare `.grad` of all parameters that this rank has."""
         plain = self.plain.grads()
         norm = norm_of(g for g in plain.values() if g is not None)
         for name, param in self._params():
@@ -368,13 +371,13 @@ class _Training:
             self.compare("gradient", name, _whole(grad), wanted, all_norm=norm, computed=low)
 
     def compare_unchanged(self, mine: Mapping[str, Any], before: Mapping[str, Any], what: str) -> None:
-        """Compare, bit for bit, what belongs to the caller."""
+        """Check, bit for bit, that the caller's tensors are unchanged."""
         for name, value in mine.items():
             if name in before and not same_bits(value, before[name]):
                 self.compare(what, f"{name} (it was changed)", value, before[name], bound=0.0)
 
     def compare_planned_update(self) -> None:
-        """Do the plan's update of the gradients that it was of, and compare what it made."""
+        """Compute the plan's update from the gradients that it used, and compare weights and states."""
         if self.staged:  # (each stage has its own part of the gradient of what several stages use)
             self.gradients = self._of_stages(self.gradients, lambda mine, other: mine + other)
         self.compare_gradients_of_update()
@@ -396,7 +399,7 @@ class _Training:
                 self._note(Difference("state", f"{name}/{key} (missing)", self.rank, math.inf, 0.0, False))
 
     def compare_gradients_of_update(self) -> None:
-        """Compare the gradients that the plan's update was of, before clipping."""
+        """Compare the gradients that the plan's update used, before clipping."""
         plain = self.plain.grads()
         norm = norm_of(g for g in plain.values() if g is not None)
         for name, wanted in plain.items():
@@ -408,7 +411,7 @@ class _Training:
                 self.compare("gradient", name, self.gradients[name], wanted, all_norm=norm, computed=low)
 
     def compare_own_update(self) -> None:
-        """Let an optimizer of the user's own, SGD with momentum, update both, and compare the weights."""
+        """Update both models by a user's own optimizer, SGD with momentum, and compare the weights."""
         grads = {n: _whole(p.grad) for n, p in self._params() if p.grad is not None}
         if self.staged:
             grads = self._of_stages(grads, lambda mine, other: mine)
@@ -429,7 +432,8 @@ class _Training:
         mine: dict[str, torch.Tensor],
         join: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> dict[str, torch.Tensor]:
-        """The gradients of all stages of a pipeline. `join` makes one of what two stages have of a parameter's."""
+        """Return the gradients of all stages of a pipeline. `join` combines those of two stages that use the same
+        parameter."""
         everyone: list[Any] = [None] * self.world
         position = self.handle.mesh.get_local_rank(STAGE_DIM)  # type: ignore[union-attr]
         dist.all_gather_object(everyone, (position, mine))
@@ -443,17 +447,18 @@ class _Training:
             self.compare("parameter", name, _whole(param), self.plain.weights[name])
 
     def _params(self) -> list[tuple[str, nn.Parameter]]:
-        """Those that are here; of a pipeline others are elsewhere."""
+        """Return the parameters that this rank has; in a pipeline it does not have those of other stages."""
         return [(n, p) for n, p in self.compiled.named_parameters() if not p.is_meta]
 
     def _seeds(self) -> list[int]:
-        """One for each data rank's next call, the same on all ranks."""
+        """Return one seed for each data rank's next call, the same on all ranks."""
         self.calls += 1
         return [self.seed + 7919 * self.calls + d for d in range(len(self.batches))]
 
 
 def _with_low_scale(plan: Plan) -> Plan:
-    """The plan with a first loss scale at which no step should overflow: a skipped one shows nothing."""
+    """Return the plan with an initial loss scale at which no step should overflow, since a skipped step compares
+    nothing."""
     scaling, record = plan.loss_scale(), plan.resolved_precision()
     if scaling is None or scaling.static is not None or 2.0**scaling.initial_scale_power <= SCALE:
         return plan
@@ -463,14 +468,16 @@ def _with_low_scale(plan: Plan) -> Plan:
 
 
 def _call(plain: PlainTraining, inputs: Inputs) -> Call:
-    """A rank's part of the global batch as `train_step` orders it."""
+    """Return a rank's part of the global batch, ordered as `train_step` orders it."""
     args, kwargs = split_inputs(inputs)
     return args, in_order(plain.copies[0].called, kwargs)
 
 
 def _turned(call: Call, by: int) -> Call:
-    """A batch whose rows stand in another order: the same data in all, another in each micro-batch, and other outputs. (Not
-    where tensors share memory: that is part of what is compared.)"""
+    """Return a batch with its rows rotated: the same data in all, other data in each micro-batch, and other outputs.
+
+    A batch whose tensors share memory is returned as it is, since shared memory is part of what is compared.
+    """
     if share_memory(call):
         return call
     leaves, spec = pytree.tree_flatten(call)
@@ -488,13 +495,13 @@ def _overwrite(buffers: Call, call: Call) -> None:
 
 
 def _whole(value: torch.Tensor) -> torch.Tensor:
-    """A copy of all of a tensor. All ranks that have parts of it must call it."""
+    """Return a copy of a whole tensor. All ranks that have parts of it must call it."""
     value = value.detach()
     return (value.full_tensor() if isinstance(value, DTensor) else value).clone()
 
 
 def _agreed(value: float, world: int) -> float:
-    """Rank 0's."""
+    """Return rank 0's value."""
     if world == 1:
         return value
     box = [value]
@@ -503,7 +510,8 @@ def _agreed(value: float, world: int) -> float:
 
 
 def _as_on_rank_0(model: nn.Module, world: int) -> nn.Module:
-    """The model, or where other ranks may have others a copy with rank 0's parameters and buffers: what a compiled model begins with."""
+    """Return a copy of the model with rank 0's parameters and buffers, with which a compiled model begins; with one
+    rank the model itself."""
     if world == 1:
         return model
     box = [{n: t.detach().cpu() for n, t in [*model.named_parameters(), *model.named_buffers()]}]

@@ -1,4 +1,4 @@
-"""`zgraph.compile`: a plain module becomes a sharded, compiled one, in place."""
+"""`zgraph.compile`: turns a plain module into a sharded, compiled one, in place."""
 
 from __future__ import annotations
 
@@ -58,18 +58,18 @@ def compile(
     mesh: DeviceMesh | None = None,
     dynamic: Mapping[str, Mapping[int, str | Size] | Literal["value"]] | None = None,
 ) -> M:
-    """Shard `model` as `plan` says and let its forward and backward run as compiled programs.
+    """Shard `model` by `plan`, and make its forward and backward run as compiled programs.
 
     Returns the same module object: the same class, the same parameter names, parameters now `DTensor` shards (plain
     tensors in one process without a process group). With `inputs` (a tuple of args or a dict of kwargs of this rank's
     own batch) it captures and compiles now, else at the first call; each new input signature is compiled once.
     `mesh` is a DeviceMesh whose dimension names and sizes are those of the plan; by default one is made over all
     ranks. Under torchrun without a process group, one is initialised. Parameters and buffers that differ between ranks
-    become rank 0's, and a warning says so; those on the meta device are initialised shard by shard. `loss_fn(output, …)` gives
-    `train_step` the loss where the model's output has none: after the output it gets what was given to `train_step` and
-    `forward` has no room for, or the arguments of `forward`, as many as it needs. `dynamic` is the plan's: which sizes of which arguments differ
-    from call to call, `{"input_ids": {0: "batch", 1: zgraph.Size("seq", max=2048)}}`, and of which arguments each value has a program of its own,
-    `{"image_grid_thw": "value"}`.
+    become rank 0's, with a warning; those on the meta device are initialised shard by shard. `loss_fn(output, …)` computes
+    the loss for `train_step` if the model's output has none: after the output it gets the arguments of `train_step` that
+    `forward` does not take, or else the arguments of `forward`, as many as it needs. `dynamic` is the plan's: the sizes of
+    arguments that differ from call to call, `{"input_ids": {0: "batch", 1: zgraph.Size("seq", max=2048)}}`, and the
+    arguments whose every value gets its own program, `{"image_grid_thw": "value"}`.
 
     All ranks must call it. Raises `ModelError` (compiled already, parameters on several devices), `MeshError` (a mesh
     that is not the world), `RankMismatchError` (ranks with different plans or models), `UnsupportedError` (lazy
@@ -78,11 +78,11 @@ def compile(
     user's that can't be loaded), `PassError` (a pass that failed, or left a program that the verifier refuses),
     `LoweringError` (Inductor can't compile an operator).
 
-    Make optimizers, and lists of parameters, after it: they must hold the shards. One that was made before raises `StepError` at its first use
-    (but for reading values, which stay those of before); without a process group it goes on working. Hooks of parameters stay: they are
-    called with the reduced gradient of each backward, a `DTensor`.
+    Make optimizers, and lists of parameters, after it: they must hold the shards. An optimizer made before raises
+    `StepError` at its first use (except for reading values, which are those from before); without a process group it keeps
+    working. Hooks of parameters stay: they are called with the reduced gradient of each backward, a `DTensor`.
     """
-    debug_mode.wanted()  # (a word that means nothing is refused now)
+    debug_mode.wanted()  # (an invalid value of the debug mode is refused now)
     _refuse_compiled(model)
     free_dropped_models()
     plan = plan or Plan()
@@ -112,19 +112,19 @@ def compile(
 
 @dataclass(frozen=True, eq=False)
 class _Agreed:
-    """What all ranks have agreed on before anything of the model is changed."""
+    """What all ranks have agreed on before the model is changed."""
 
-    plan: Plan
-    sizes: dict[str, int]  # of the mesh
-    mesh: DeviceMesh | None
-    device: torch.device
-    agreement: Agreement
-    specs: dict[str, ParamSpec]
+    plan: Plan  # the plan, resolved for the present ranks
+    sizes: dict[str, int]  # the sizes of the mesh, by dimension
+    mesh: DeviceMesh | None  # None without a process group
+    device: torch.device  # this rank's device
+    agreement: Agreement  # votes and exchanges between all ranks of the mesh
+    specs: dict[str, ParamSpec]  # the layout of each parameter, by name
     seed: int  # for parameters on the meta device
 
 
 def _refuse_compiled(model: nn.Module) -> None:
-    """Raise `ModelError` for what is no module, or is compiled already, or has a part that is."""
+    """Raise `ModelError` for an object that is not a module, is compiled already, or contains a compiled module."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"zgraph.compile takes an nn.Module, not {type(model).__name__}")
     if is_compiled(model):
@@ -138,7 +138,8 @@ def _refuse_compiled(model: nn.Module) -> None:
 
 
 def _agree(model: nn.Module, plan: Plan, mesh: DeviceMesh | None) -> _Agreed:
-    """Let all ranks agree on the plan and the model, and on the values of its parameters and buffers."""
+    """Make all ranks agree on the plan and the model, and take rank 0's values of parameters and buffers that
+    differ."""
     device = device_of(model)
     init_process_group(device)
     mesh, sizes = _mesh(plan, mesh, device)
@@ -159,7 +160,7 @@ def _agree(model: nn.Module, plan: Plan, mesh: DeviceMesh | None) -> _Agreed:
 
 
 def _refuse_unfit(model: nn.Module, agreed: _Agreed) -> None:
-    """Raise what a model that the plan can't train raises, while it is as it was."""
+    """Raise the error for a model that the plan can't train, before the model is changed."""
     plan, specs, mesh, precision = agreed.plan, agreed.specs, agreed.mesh, agreed.plan.resolved_precision()
     check(model, precision, specs)
     refuse_unmatched(plan, model)
@@ -182,7 +183,7 @@ def _attach_deferred(
     inputs: Inputs | None,
     loss_fn: Callable[..., Any] | None,
 ) -> None:
-    """Give the model a run time that is made at its first call: how it is cut is known only after the capture."""
+    """Attach a runtime that is made at the model's first call, since its partitioning is only known after capture."""
     assert agreed.mesh is not None
     kind = DeferredPipeline if agreed.sizes.get(STAGE_DIM, 1) > 1 else DeferredDivision
     deferred = kind(
@@ -198,7 +199,7 @@ def _attach_deferred(
         loss_fn,
     )
     first = started(deferred.runtime(*split_inputs(inputs))) if inputs is not None else deferred
-    attach(model, first, loss_fn)  # (where that was refused the model is as it was)
+    attach(model, first, loss_fn)  # (if the line above raised, the model is unchanged)
     if inputs is not None and isinstance(first, PipelineRuntime):
         compile_first(first, *split_inputs(inputs))
     elif inputs is not None and isinstance(first, Runtime):
@@ -206,7 +207,8 @@ def _attach_deferred(
 
 
 def moved_parameters(model: nn.Module, specs: dict[str, ParamSpec], mesh: DeviceMesh | None) -> set[str]:
-    """The parameters that get memory of their own: all where there are ranks, else those that are stored otherwise from now on."""
+    """Return the names of parameters that get new memory: all on several ranks, else those whose home, strides or
+    dtype change."""
     return {
         name
         for name, param in model.named_parameters()
@@ -217,7 +219,7 @@ def moved_parameters(model: nn.Module, specs: dict[str, ParamSpec], mesh: Device
 
 
 def init_process_group(device: torch.device) -> None:
-    """Under torchrun's variables and without a process group, make one; else touch nothing global."""
+    """Create a process group if torchrun's variables are set and there is none; otherwise change nothing global."""
     if dist.is_initialized() or not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         return
     if device.type == "cuda":
@@ -251,7 +253,8 @@ def _mesh(plan: Plan, mesh: DeviceMesh | None, device: torch.device) -> tuple[De
 
 
 def _same_values(model: nn.Module, agreement: Agreement) -> None:
-    """Give every rank rank 0's parameters and buffers where they differ, as DDP does; equal ones cost one integer each."""
+    """Copy rank 0's parameters and buffers to every rank if they differ, as DDP does; comparing equal ones costs one
+    integer each."""
     if agreement.group is None:
         return
     tensors: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -274,7 +277,8 @@ def _same_values(model: nn.Module, agreement: Agreement) -> None:
 
 
 def _take_first_ranks(tensor: torch.Tensor, agreement: Agreement) -> None:
-    """Write the first rank's values into a tensor, of whatever dtype and strides; elements of an expanded one are written once."""
+    """Write the first rank's values into a tensor of any dtype and strides; the elements of an expanded one are
+    written once."""
     once = tensor[tuple(slice(0, 1) if s == 0 else slice(None) for s in tensor.stride())]
     whole = once.clone(memory_format=torch.contiguous_format)
     group = agreement.group if tensor.device.type == "cpu" else None

@@ -1,4 +1,5 @@
-"""A compiled model with tensor parallelism before its first call: which weights are divided is known when it was captured."""
+"""A compiled model with tensor parallelism before its first call: the weights to divide are only known after
+capture."""
 
 from __future__ import annotations
 
@@ -19,11 +20,14 @@ from zgraph.stages.partition_model import DeferredPipeline, as_in_training
 
 
 class DeferredDivision(DeferredPipeline):
-    """Likewise to `DeferredPipeline`, for a plan without a pipeline."""
+    """A `DeferredPipeline` for a plan with tensor parallelism and without a pipeline."""
 
     def runtime(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Runtime:
-        """Capture the model by a call with these arguments and put this rank's parts of its parameters in their places. All ranks must
-        call it. Raises what `zgraph.compile` does with inputs."""
+        """Capture the model by a call with these arguments, and replace its parameters by this rank's shards. All ranks
+        must call it.
+
+        Raises what `zgraph.compile` does with inputs.
+        """
         params = dict(self.module.named_parameters(remove_duplicate=False))
         specs = with_requires_grad(self.specs, params)
         precision = self.plan.resolved_precision()

@@ -8,7 +8,7 @@ from zgraph.errors import UnsupportedError
 
 
 def refuse(graph_module: Any, example_inputs: Any, **options: Any) -> Any:
-    """Raise `UnsupportedError`: a backend is given parts of a forward without the module that they are of."""
+    """Raise `UnsupportedError`: a backend gets parts of a forward, without the module they belong to."""
     raise UnsupportedError(
         "zgraph is no backend of torch.compile",
         why="a backend is given parts of a forward, and not the parameters that are to be divided, the loss, or the plan",

@@ -1,7 +1,7 @@
-"""Methods that scripts for FSDP2 call on a model (`torch.distributed.fsdp.FSDPModule`), on a compiled one.
+"""The methods that scripts for FSDP2 call on a model (`torch.distributed.fsdp.FSDPModule`), for a compiled model.
 
-Gathers, releases and reductions are nodes of its programs, so what says when or how they are to happen has nothing to do, and changes no number.
-What would change one does so here too, or is refused.
+Gathers, releases and reductions are nodes of its programs, so methods that set when or how they happen do nothing: in FSDP2 they do not change
+results either. Methods that would change results do so here too, or are refused.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ METHODS = (
 def methods_of(
     sizes: Mapping[str, int], accumulate: Callable[[bool], None], zero_grad: Callable[[], None]
 ) -> dict[str, Callable[..., Any]]:
-    """The methods, by name. `sizes` are those of the mesh; `accumulate(True)` lets backward passes only accumulate from then on."""
+    """Return the methods by name. `sizes` are those of the mesh; `accumulate(True)` makes later backward passes
+    accumulate without reducing."""
     divide = functools.partial(_set_gradient_divide_factor, math.prod(sizes.get(dim, 1) for dim in DATA_DIMS))
     return {
         **dict.fromkeys(_NOTHING_TO_DO, _nothing),
@@ -76,16 +77,16 @@ def methods_of(
 
 
 def is_ours(method: Any) -> bool:
-    """Whether it is one of these methods, and not a model's own."""
+    """Return whether a method is one of these, not the model's own."""
     return getattr(getattr(method, "func", method), "__module__", None) == __name__
 
 
 def _set_requires_gradient_sync(
     accumulate: Callable[[bool], None], requires_gradient_sync: bool, *, recurse: bool = True
 ) -> None:
-    """Let the backward passes from now on reduce their gradients, or only accumulate as inside `no_sync`.
+    """Make later backward passes reduce their gradients, or accumulate without reducing as inside `no_sync`.
 
-    Raises `UnsupportedError` for a part of the model, `StepError` for a model in stages.
+    Raises `UnsupportedError` with `recurse=False`, `StepError` for a model in stages.
     """
     if not recurse:
         raise UnsupportedError(
@@ -97,7 +98,8 @@ def _set_requires_gradient_sync(
 
 
 def _set_requires_all_reduce(replicated: bool, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-    """Do nothing where FSDP2 has no all-reduce. Raises `UnsupportedError` where half of a reduction would have to wait."""
+    """Do nothing if FSDP2 would do nothing. Raises `UnsupportedError` if only the all-reduce of a reduction would be
+    put off."""
     if replicated and not requires_all_reduce:
         raise UnsupportedError(
             "set_requires_all_reduce(False) on a mesh with replicate",
@@ -107,7 +109,8 @@ def _set_requires_all_reduce(replicated: bool, requires_all_reduce: bool, *, rec
 
 
 def _set_gradient_divide_factor(ranks: int, factor: float) -> None:
-    """Do nothing for the number of ranks that gradients are averaged over. Raises `UnsupportedError` for any other factor."""
+    """Do nothing for the number of ranks that gradients are averaged over. Raises `UnsupportedError` for any other
+    factor."""
     if factor != ranks:
         raise UnsupportedError(
             f"gradients are averaged over {ranks} ranks, and not divided by {factor}",
@@ -116,17 +119,18 @@ def _set_gradient_divide_factor(ranks: int, factor: float) -> None:
 
 
 def _reset_iter_state(zero_grad: Callable[[], None]) -> None:
-    """Throw away the gradients of an accumulation that failed: its micro-batches begin anew."""
+    """Delete the gradients of an accumulation that failed, so that it can start afresh."""
     zero_grad()
 
 
 def _wait_for(event: Any) -> None:
-    """Let what is launched from now on wait for an event that was recorded behind an optimizer of the user's own."""
+    """Make later work wait for an event that was recorded after a user's own optimizer."""
     event.wait()
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Do nothing: a program gathers a weight in front of its first use, lets it go behind its last, and waits for reductions itself."""
+    """Do nothing: a program gathers a weight before its first use, releases it after its last, and waits for
+    reductions itself."""
 
 
 def _refuse(name: str, *args: Any, **kwargs: Any) -> NoReturn:
@@ -135,12 +139,12 @@ def _refuse(name: str, *args: Any, **kwargs: Any) -> NoReturn:
 
 
 class _Gathered:
-    """What `unshard(async_op=True)` gives."""
+    """The handle that `unshard(async_op=True)` returns."""
 
     def wait(self) -> None:
         """Do nothing: there is nothing to wait for."""
 
 
 def _unshard(async_op: bool = False) -> _Gathered | None:
-    """Do nothing. Whole weights for other code are `zgraph.full_weights`'."""
+    """Do nothing: `zgraph.full_weights` gathers weights for other code."""
     return _Gathered() if async_op else None

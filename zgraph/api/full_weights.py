@@ -1,4 +1,4 @@
-"""Whole plain weights in the places of a compiled model's parameters, for as long as something eager needs them."""
+"""Replacing a compiled model's parameters by whole plain weights, for as long as eager code needs them."""
 
 from __future__ import annotations
 
@@ -32,19 +32,22 @@ def full_weights(
     by_block: bool = False,
     write: bool = False,
 ) -> Iterator[nn.Module]:
-    """Inside, the model's parameters are whole plain tensors, and a call of it, or of any of its parts, is the model's own eager code.
+    """Gather the model's parameters inside the block: they are whole plain tensors, and calls run the model's own eager code.
 
-    For what is no training step: an evaluation by other code, a merge of adapters, a look at weights. Gives the model. `ranks`: those (by their
-    global numbers) that need whole weights, by default all; on others the model can't be called inside. `dtype` of floating-point weights ("fp32",
-    "bf16", …, or "compute" for what programs compute with); else as they are held. `max_bytes`: raise `ModelError` if whole weights take more.
+    Use it for what is not a training step: an evaluation by other code, a merge of adapters, reading weights. It yields the
+    model. `ranks`: the global numbers of the ranks that need whole weights, by default all; on others the model can't be
+    called inside. `dtype`: the dtype of floating-point weights ("fp32", "bf16", …, or "compute" for that of programs), by
+    default the stored one. `max_bytes`: raise `ModelError` if whole weights take more.
 
-    With `by_block` the blocks of the model (members of its `nn.ModuleList`s) are gathered when each is called, and let go when it returns: only
-    one is there at a time beside what lies outside of blocks. All ranks must then call the same blocks in the same order.
+    With `by_block` each block of the model (a member of one of its `nn.ModuleList`s) is gathered when it is called, and
+    freed when it returns: only one block is whole at a time, besides the parameters outside of blocks. All ranks must then
+    call the same blocks in the same order.
 
-    Weights that were written to inside raise `ModelError` on all ranks when the block ends, and are as they were, but those that a rank holds
-    whole (in one process, all of them): these are the model's own memory. With `write` each rank takes its part of its own whole weights instead.
-    Gradients are refused. All ranks must enter it; it may be entered again inside. Inside, steps and checkpoints of the model raise `StepError`.
-    Raises `UnsupportedError` for a model in stages.
+    If weights were written to inside, the end of the block raises `ModelError` on all ranks, and the shards keep their
+    values; weights that a rank stores whole (in one process, all of them) keep what was written, since they are the model's
+    own memory. With `write` each rank copies its part of its own whole weights to its shards instead. Gradients are refused.
+    All ranks must enter the block; it may be nested. Inside, steps and checkpoints of the model raise `StepError`. Raises
+    `UnsupportedError` for a model in stages.
     """
     handle = handle_of(model)
     if handle.whole is not None:
@@ -84,8 +87,10 @@ def full_weights(
 
 @contextlib.contextmanager
 def whole_parameters(model: nn.Module, params: Collection[Any], *, write: bool = False) -> Iterator[None]:
-    """Inside, these of a compiled model's parameters are whole plain tensors in their places, and steps are refused, as in `full_weights`. What is
-    no parameter of the model's is left out. All ranks must enter it."""
+    """Gather some of a compiled model's parameters inside the block, and refuse steps, as `full_weights` does.
+
+    `params` that are not the model's are ignored. All ranks must enter it.
+    """
     handle = handle_of(model)
     if handle.whole is not None or (handle.uncut is not None and not handle.uncut.staged):
         yield  # (they are whole already)
@@ -108,7 +113,7 @@ def whole_parameters(model: nn.Module, params: Collection[Any], *, write: bool =
 
 
 def keep_whole(model: nn.Module) -> None:
-    """Put whole plain tensors in the places of a compiled model's parameters for good. All ranks must call it."""
+    """Replace a compiled model's parameters by whole plain tensors for good. All ranks must call it."""
     runtime = ready(model, "whole weights")
     runtime.everyone.vote("whole weights", "for good")
     places = _Places(runtime, None, keeps=True, write=True)
@@ -116,7 +121,7 @@ def keep_whole(model: nn.Module) -> None:
 
 
 class _Places:
-    """The places of a model's parameters, which wholes are put in for a while."""
+    """The places of a model's parameters in its modules, in which whole tensors replace them for a while."""
 
     def __init__(self, runtime: Runtime, dtype: str | torch.dtype | None, *, keeps: bool, write: bool) -> None:
         self.runtime = runtime
@@ -133,14 +138,14 @@ class _Places:
         self._wrong: list[tuple[str, str]] = []  # (parameter, what was done to it)
 
     def dtype(self, name: str) -> torch.dtype:
-        """What its whole has."""
+        """Return the dtype of a parameter's whole tensor."""
         held = self._params[name].dtype
         if self._given is None or not held.is_floating_point:
             return held
         return self._given if isinstance(self._given, torch.dtype) else self.runtime.shards.specs[name].compute_dtype
 
     def names(self, block: nn.Module) -> list[str]:
-        """Of a part of the model the parameters that are not whole now."""
+        """Return the names of a submodule's parameters that are not whole now."""
         return list(dict.fromkeys(self._names[id(p)] for p in block.parameters() if id(p) in self._names))
 
     def refuse_above(self, limit: int, blocks: list[nn.Module]) -> None:
@@ -159,7 +164,7 @@ class _Places:
             )
 
     def put(self, names: Collection[str]) -> None:
-        """Put the wholes of these parameters in their places. All ranks must call it."""
+        """Gather these parameters and put the whole tensors in their places. All ranks must call it."""
         wanted = [Wanted(self._params[n], self.dtype(n)) for n in names]
         for name, whole in zip(names, gathered(wanted, self.runtime.device, BUCKET), strict=True):
             if self.keeps:
@@ -170,7 +175,7 @@ class _Places:
                 self._held[name] = fresh, fresh._version
 
     def take_back(self, names: Collection[str] | None = None) -> None:
-        """Put parameters back in their places, with what was written to their wholes where that is to stay."""
+        """Put parameters back in their places; with `write`, copy what was written to their whole tensors."""
         for name in list(self._held) if names is None else [n for n in names if n in self._held]:
             fresh, version = self._held[name]
             mine = self.runtime.shards.own_part(name, fresh.detach())
@@ -187,7 +192,8 @@ class _Places:
         self.restore(names)
 
     def settle(self) -> None:
-        """Raise `ModelError` on every rank if something was done to wholes on any that can't stay."""
+        """Raise `ModelError` on every rank if on any a whole tensor was replaced, got a gradient, or was written to
+        without `write`."""
         worst = self.runtime.everyone.most("what was done to whole weights", len(self._wrong))
         if worst or self.write:
             self.runtime.weights_changed(list(self._params))  # (all, so that ranks do alike)
@@ -202,7 +208,7 @@ class _Places:
             )
 
     def restore(self, names: Collection[str] | None = None) -> None:
-        """Put parameters back in their places, whatever was done to their wholes."""
+        """Put parameters back in their places, without looking at their whole tensors."""
         for name in list(self._held) if names is None else [n for n in names if n in self._held]:
             del self._held[name]
             for table, key in self._places[name]:
@@ -214,7 +220,7 @@ def _mib(size: int) -> str:
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The members of a model's lists of modules, the outermost ones, that have no parameter in common with anything else."""
+    """Return the members of a model's outermost module lists that share no parameter with anything else."""
     found: list[nn.Module] = []
     inner: set[int] = set()
     for module in model.modules():
@@ -230,7 +236,7 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 
 @contextlib.contextmanager
 def _when_called(block: nn.Module, places: _Places) -> Iterator[None]:
-    """Let a block's weights be whole while it runs."""
+    """Gather a block's weights while it runs."""
     own = places.names(block)
     handles = [
         block.register_forward_pre_hook(lambda *_: places.put(own), prepend=True),
@@ -244,10 +250,11 @@ def _when_called(block: nn.Module, places: _Places) -> Iterator[None]:
 
 
 def generate_of(model: nn.Module) -> Callable[..., Any] | None:
-    """What stands on a model of transformers' or PEFT's for its `generate`; None for one that has none, or is of another library.
+    """Return a replacement for the `generate` of a model of transformers or PEFT; None for any other model.
 
-    It runs eager code with whole weights: the model's own programs would be compiled for each number of tokens, and communicate for each token.
-    With `synced_gpus=True`, where transformers lets all ranks go on until the last has its tokens, blocks are gathered one at a time.
+    It runs eager code with whole weights: compiled programs would need one for each number of tokens, and communicate
+    for each token. With `synced_gpus=True`, with which transformers keeps all ranks running until the last one is done,
+    blocks are gathered one at a time.
     """
     libraries = ("transformers.", "peft.")
     own = getattr(type(model), "generate", None)

@@ -1,4 +1,4 @@
-"""Compiled models whose weights can be gathered now, and what else whole weights need to know."""
+"""Checks that a compiled model's weights can be gathered now."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def handle_of(model: nn.Module) -> Any:
-    """`model.zgraph`. Raises `ModelError` for a model that is not compiled."""
+    """Return `model.zgraph`. Raises `ModelError` for a model that is not compiled."""
     if not is_compiled(model):
         raise ModelError(
             f"{type(model).__name__} is no compiled model",
@@ -26,7 +26,10 @@ def handle_of(model: nn.Module) -> Any:
 
 
 def ready(model: nn.Module, what: str) -> Runtime:
-    """The run time of a model whose weights can be gathered now. All ranks must call it. Raises `UnsupportedError` for a model in stages."""
+    """Return the runtime of a model whose weights can be gathered, after pending updates. All ranks must call it.
+
+    Raises `UnsupportedError` for a model in stages.
+    """
     handle = handle_of(model)
     runtime: Runtime = handle.runtime
     if runtime.held is not None:

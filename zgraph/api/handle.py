@@ -1,4 +1,4 @@
-"""`model.zgraph`: what a user asks of a compiled model, and how the model itself is made to run compiled."""
+"""`model.zgraph`: the methods of a compiled model, and how the model itself is made to run compiled."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ from zgraph.update.owned_parameters import mesh_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# What a compiled module carries on top of its class, unless it owns such a name already (see `_owns`).
+# The handle's methods that are put on a compiled module, unless it owns such a name already (see `_owns`).
 _METHODS = (
     "no_sync",
     "step",
@@ -73,9 +73,9 @@ _METHODS = (
     "load_checkpoint",
     "save_pretrained",
 )
-# And into one with adapters of PEFT's: its methods by the handle's.
+# The methods put on a module with PEFT's adapters: the module's name for each, and the handle's.
 _OF_ADAPTERS = {"save_pretrained": "save_adapters", "merge_and_unload": "merge_and_unload", "unload": "unload"}
-# All that stands in its `__dict__`.
+# All names that zgraph sets in a compiled module's `__dict__`.
 _OWN = (
     *("zgraph", "forward", "_call_impl", "_ddp_params_and_buffers_to_ignore", "_is_accelerate_prepared"),
     *("__deepcopy__", "__reduce_ex__", "generate"),
@@ -85,20 +85,23 @@ _OWN = (
 
 
 class Handle(Compiled):
-    """What is known of a compiled module, and what can be asked of it: `model.zgraph`."""
+    """The handle of a compiled module, `model.zgraph`: its plan, programs, steps, checkpoints and reports."""
 
     def __init__(self, runtime: Runtime | DeferredPipeline, loss_fn: Callable[..., Any] | None = None) -> None:
         self._runtime = runtime
         self.loss_fn = loss_fn
         self.forward: Forward  # (set by `attach`)
         self.whole: bool | None = None  # inside `full_weights`: whether this rank has the weights
-        self._accumulates = False  # whether a model that is not divided yet is to begin so (see `accumulate`)
-        self._when_cut: list[Callable[[], None]] = []  # what waits for the cut (see `when_cut`)
+        self._accumulates = False  # whether a model that is not divided yet will accumulate (see `accumulate`)
+        self._when_cut: list[Callable[[], None]] = []  # the actions that wait for the cut (see `when_cut`)
 
     @property
     def runtime(self) -> Runtime:
-        """What runs it. Raises `StepError` for a model in stages, or with divided weights, that was not called yet: how is not known; and
-        inside `zgraph.full_weights`."""
+        """The runtime of the model.
+
+        Raises `StepError` inside `zgraph.full_weights`, and before the first call of a model in stages or with divided
+        weights: the partitioning is only known after capture.
+        """
         if self.whole is not None:
             raise StepError(
                 "a step, a checkpoint or a question about the compiled model inside full_weights",
@@ -121,19 +124,23 @@ class Handle(Compiled):
 
     @property
     def saver(self) -> Saver:
-        """Who saves this model's checkpoints."""
+        """The object that saves this model's checkpoints."""
         saver = self.runtime.saver
         assert isinstance(saver, Saver)
         return saver
 
     @property
     def uncut(self) -> DeferredPipeline | None:
-        """What a model in stages, or with divided weights, is before its first call; None for every other."""
+        """The deferred model before the first call of a model in stages or with divided weights; None for every
+        other model."""
         return self._runtime if isinstance(self._runtime, DeferredPipeline) else None
 
     def cut(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Runtime:
-        """The run time; a model in stages or with divided weights is cut now if it was not, for a call with these arguments. All ranks must
-        call it."""
+        """Return the runtime. If a model in stages or with divided weights is not cut yet, cut it for a call with these
+        arguments.
+
+        All ranks must call it.
+        """
         if isinstance(self._runtime, DeferredPipeline):
             self._runtime = started(self._runtime.runtime(args, kwargs))
             self._runtime.accumulating = self._accumulates
@@ -143,14 +150,14 @@ class Handle(Compiled):
         return self.runtime
 
     def when_cut(self, action: Callable[[], None]) -> None:
-        """Do this as soon as a model in stages, or with divided weights, is cut; at once where it is, or never will be."""
+        """Run an action as soon as a model in stages or with divided weights is cut; at once for every other model."""
         if self.uncut is None:
             action()
         else:
             self._when_cut.append(action)
 
     def divides(self) -> bool:
-        """Is the model one over several ranks?"""
+        """Return whether the model runs on several ranks."""
         mesh = self._runtime.everyone.mesh
         return mesh is not None and mesh.size() > 1
 
@@ -165,7 +172,8 @@ class Handle(Compiled):
         return self.forward.captured(self._runtime.module, *args, **kwargs)
 
     def adopt_forward(self, function: Callable[..., Any]) -> None:
-        """Capture another forward (which takes the module first) from the next call on. Raises `ModelError` for a model that was cut into stages."""
+        """Capture another forward, which takes the module first, from the next call on. Raises `ModelError` for a
+        model that is cut into stages."""
         if isinstance(self._runtime, PipelineRuntime):
             raise ModelError(
                 "the forward of a model in stages was replaced",
@@ -179,8 +187,11 @@ class Handle(Compiled):
 
     @property
     def plan(self) -> Plan:
-        """The plan that the model runs by now (see `recompile`), for the ranks that there are: of an elastic one, `elastic.rows` are those of a
-        step on each rank, and `micro_batches` how many they are cut into."""
+        """The plan that the model runs by (see `recompile`), resolved for the present ranks.
+
+        For an elastic plan, `elastic.rows` are the rows of a step on each rank, and `micro_batches` the number of
+        micro-batches that they are cut into.
+        """
         return self._runtime.plan
 
     @property
@@ -190,66 +201,74 @@ class Handle(Compiled):
 
     @property
     def samples(self) -> int:
-        """The rows that the run has been trained on, over all ranks: saved in checkpoints and loaded from them. Where a run that goes on has
-        to go on in its data, on however many ranks.
+        """The number of rows that the run has been trained on, over all ranks, the same on every rank.
 
-        Counted are the rows of every forward in train mode with gradients, those of steps that were skipped for an overflow too. The same on all
-        ranks.
+        It counts the rows of every forward in train mode with gradients, also those of steps that were skipped for an
+        overflow. Checkpoints save and restore it, so that a resumed run can continue at the same position of its data,
+        on any number of ranks.
         """
         return self.runtime.samples
 
     @property
     def padding(self) -> Padding:
-        """How much of what this rank's calls computed with was padding so far (`shapes = {"buckets": …}`): `.share`, `.calls` by bucket. Without
-        buckets it is none."""
+        """How much of what this rank's calls have computed with was padding (`shapes = {"buckets": …}`): `.share`,
+        `.calls` by bucket. Zero without buckets."""
         return self.runtime.buckets.padding if self.runtime.buckets is not None else Padding()
 
     @property
     def programs(self) -> dict[str, StepProgram]:
-        """The programs made so far, by name: "train0", "eval1", … in the order of their first call.
+        """The programs made so far, by name ("train0", "eval1", …), in the order of their first call.
 
-        `.history()` of one gives the program after every pass, `.executables()` what of it is compiled, with its source.
+        `.history()` of a program has it after every pass; `.executables()` are its compiled parts, with their source.
         """
         return {step.name: step for entry in self.runtime.entries.values() for step in entry.every_program()}
 
     @property
     def updates(self) -> dict[str, History]:
-        """The way of each update program through its passes: "update0", … (one for each set of parameters with gradients)."""
+        """The history of each update program through its passes: "update0", … (one for each set of parameters with
+        gradients)."""
         return self.runtime.updater.programs.histories()
 
     def report(self) -> Report:
-        """What was compiled: layouts, passes, collectives, and the kernels with the operators that each fused. `str()` of it is text, in a
-        notebook it is the page that `zgraph report` writes."""
+        """Return a report on what was compiled: layouts, passes, collectives, and the kernels with the operators that
+        each fused.
+
+        `str()` of it is text; a notebook shows the page that `zgraph report` writes.
+        """
         return Report(self.runtime)
 
     def inspect(self) -> Inspection:
-        """All that the command line looks at: the programs after every pass, what they take, what was missed, what was measured."""
+        """Return the data of all commands: the programs after every pass, their simulation, missed optimizations,
+        measurements."""
         return of_runtime(self.runtime)
 
     def explain(self, what: str) -> Explanation:
-        """Why a node, a parameter, a pass or the "peak" is as it is, or what was "missed": reason, cost, remedy. Raises `TargetError` with
-        the nearest name for one that there is none of, `StepError` before the first program is compiled."""
+        """Explain a node, a parameter, a pass, the "peak", or what was "missed": reason, cost, remedy.
+
+        Raises `TargetError` with the nearest name for an unknown one, `StepError` before the first program is compiled.
+        """
         found = self.inspect()
         if not found.ways:
             raise StepError("there is no program yet", hint="zgraph.compile(…, inputs=…), or a first step")
         return explain(found, what)
 
     def remarks(self) -> list[Remark]:
-        """What passes would have liked to do and could not, with reason, cost and remedy; the costliest first."""
+        """Return the optimizations that passes could not apply, with reason, cost and remedy, the costliest first."""
         return self.runtime.remarks()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside only accumulate; the next one outside reduces the sum.
+        """Let backward passes inside accumulate without reducing; the next one outside reduces the sum.
 
-        At stages 0 and 1 `.grad` is meanwhile a DTensor of placement `Partial("avg")`: this rank's own sum. Stages 2
-        and 3 keep only shards of gradients, so they reduce each time, inside as well; the numbers are the same.
+        At ZeRO stages 0 and 1 `.grad` is meanwhile a DTensor of placement `Partial("avg")`: this rank's own sum. Stages 2
+        and 3 keep only shards of gradients, so they reduce each time, inside as well; the results are the same.
         """
         with self.runtime.no_sync():
             yield
 
     def accumulate(self, only: bool) -> None:
-        """Let backward passes from now on only accumulate as inside `no_sync`, or reduce again. Raises `StepError` for a model in stages."""
+        """Make later backward passes accumulate without reducing, as inside `no_sync`, or reduce again. Raises
+        `StepError` for a model in stages."""
         if self.uncut is not None and not self.uncut.staged:
             self._accumulates = only
             return
@@ -259,34 +278,35 @@ class Handle(Compiled):
 
     # -- steps --------------------------------------------------------------------------------------------------------
     def step(self) -> torch.Tensor | None:
-        """Update the weights from the gradients of the backward passes since the last step, and zero these. (A model in stages has none
-        outside of `train_step`, which does it all.)
+        """Update the weights from the gradients of the backward passes since the last step, and delete these gradients.
 
-        By the plan's `optimizer`, after clipping (`grad_clip`), with the learning rate of `lr_schedule`. Returns the norm
-        of all gradients before clipping (0-dim float32, on the device) where the plan clips by it, else None. All ranks
-        must call it. Raises `StepError` without a backward before it or an optimizer in the plan, `OverflowError` when
-        fp16's loss scale can't get smaller, and `PlanError` where a field of the optimizer was changed that can't be: then
-        the gradients are still there, for another `step()`.
+        The update is that of the plan's `optimizer`, after clipping (`grad_clip`), with the learning rate of `lr_schedule`.
+        Returns the norm of all gradients before clipping (0-dim float32, on the device) if the plan clips by it, else None.
+        All ranks must call it. (A model in stages has no step outside of `train_step`.) Raises `StepError` without a backward
+        before it or an optimizer in the plan, `OverflowError` if fp16's loss scale can't get smaller, and `PlanError` if a
+        field of the optimizer was changed that can't be: then the gradients are kept for another `step()`.
         """
         return self.runtime.updater.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Throw the gradients away, as the module's own `zero_grad` does; what they were of is then no part of the next step (`on_nonfinite`)."""
+        """Delete the gradients, as the module's own `zero_grad` does, and exclude their backward passes from the
+        next step's check (`on_nonfinite`)."""
         module = self._runtime.module
         type(module).zero_grad(module, set_to_none)
         if self.uncut is None:
             self.runtime.updater.zeroed()
 
     def train_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward, backward, accumulation over the plan's `micro_batches`, reduction, clipping, update, zeroing.
+        """Run a whole training step: forward, backward, accumulation, reduction, clipping, update, deletion of gradients.
 
         The arguments are those of the model's forward for this rank's whole batch, whose tensors are cut on dimension 0
-        into micro-batches; what forward does not take goes to `loss_fn` (see `zgraph.compile`). Returns what the model
-        returns, detached: scalars averaged over micro-batches, tensors joined on dimension 0. Without an optimizer in
-        the plan the gradients are left in `.grad`. With `loss_average="token"` each micro-batch and rank counts by its
-        number of targets (`zgraph.runtime.train_step.count_targets`). Raises `StepError` for a batch that the micro-batches do not
-        divide (unless by token) or that has not the rows of an elastic plan, and for an output without a loss. With an optimizer in the
-        plan a step that raises, whatever it raises, leaves no gradients: the next one begins anew.
+        into the plan's `micro_batches`; what forward does not take goes to `loss_fn` (see `zgraph.compile`). Returns the
+        model's output, detached: scalars averaged over micro-batches, tensors joined on dimension 0. Without an optimizer
+        in the plan the gradients are left in `.grad`. With `loss_average="token"` each micro-batch and rank is weighted by
+        its number of targets (`zgraph.runtime.train_step.count_targets`). Raises `StepError` for a batch that the
+        micro-batches do not divide (unless by token) or that does not have the rows of an elastic plan, and for an output
+        without a loss. With an optimizer in the plan, a step that raises anything leaves no gradients: the next one starts
+        afresh.
         """
         self.forward.settle(self.plan.mesh.get(STAGE_DIM, 1) != 1)
         runtime = self.cut(args, kwargs)
@@ -295,7 +315,7 @@ class Handle(Compiled):
         return train_step(runtime, runtime.module, self.loss_fn, args, kwargs)
 
     def eval_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output in eval mode and without gradients; modes are as before afterwards."""
+        """Return the model's output in eval mode and without gradients, and restore the modules' modes afterwards."""
         module = self._runtime.module
         modules = [m for m in module.modules() if m.training]
         module.eval()
@@ -307,9 +327,11 @@ class Handle(Compiled):
                 module.training = True
 
     def finish(self) -> None:
-        """Let an update end that runs late (`offload.delayed_after`), and the weights be those after it: before they are used for anything
-        but the next step. Let a checkpoint be complete that is saved in the background, and raise what went wrong with it. Raise what the next
-        step would where the last one was not finite (`on_nonfinite`). All ranks must call it."""
+        """Wait for a late update (`offload.delayed_after`) and for a checkpoint that is saved in the background.
+
+        Call it before the weights are used for anything but the next step. Raises what went wrong with the checkpoint,
+        and what the next step would raise if the last one was not finite (`on_nonfinite`). All ranks must call it.
+        """
         self.runtime.updater.finish()
         self.runtime.updater.settle()
         self.saver.wait()
@@ -325,17 +347,18 @@ class Handle(Compiled):
         keep_last: int | None = None,
         frozen: bool = True,
     ) -> str:
-        """Save all that a run needs to go on from here, into the folder `tag` ("step100", say) of `dir`; returns the tag.
+        """Save everything that a run needs to continue, into the folder `tag` (such as "step100") of `dir`; return the tag.
 
-        Weights, buffers (rank 0's, of a pipeline those that a stage changes from there), optimizer state wherever it lies, counters, loss
-        scale, averages, each rank's random states, the plan.
-        `client_state` is what you add: plain values, arrays, tensors, objects with `state_dict()`; it may differ between ranks. Each rank
-        writes what it holds. The checkpoint is complete, on disk and named by `latest` when this returns, or there is none.
+        Saved are weights, buffers (rank 0's; in a pipeline, buffers that a stage changes are that stage's), optimizer states
+        wherever they are stored, counters, loss scale, averages, each rank's random states, and the plan. `client_state` is
+        what you add: plain values, arrays, tensors, objects with `state_dict()`; it may differ between ranks. Each rank
+        writes what it holds. When this returns, the checkpoint is complete, on disk and named by `latest`; otherwise there
+        is none.
 
-        With `async_` it returns once everything was copied to the host's memory; what goes wrong later is raised by the next save or load,
-        or by `finish()`. `keep_last`: remove all but so many of the newest checkpoints. `frozen=False`: leave out weights that require no
-        gradient; loading leaves those as the model has them. All ranks must call it. Raises `CheckpointError` if it can't be written (the
-        run can go on), `StepError` while gradients wait for `step()`.
+        With `async_` it returns once everything is copied to the host's memory; later errors are raised by the next save or
+        load, or by `finish()`. `keep_last`: remove all but this many of the newest checkpoints. `frozen=False`: leave out
+        weights that require no gradient; loading then keeps the model's own. All ranks must call it. Raises
+        `CheckpointError` if it can't be written (the run can continue), `StepError` while gradients wait for `step()`.
         """
         return self.saver.save(
             self.runtime, Path(dir).absolute(), tag, client_state, async_=async_, keep_last=keep_last, frozen=frozen
@@ -350,13 +373,14 @@ class Handle(Compiled):
         fallback: bool = False,
         optimizer: bool = True,
     ) -> dict[str, Any]:
-        """Go on from a checkpoint, saved by whatever plan on however many ranks; returns the client state that was saved with it.
+        """Continue from a checkpoint, saved by any plan on any number of ranks; return the client state saved with it.
 
-        `tag`: by default the one that was saved last. `dir` may be a checkpoint itself. All of it is read and checked before anything is
-        changed. `client_state`: objects with `load_state_dict()`, each of which is given the saved value of its key. With
-        `fallback`, where a checkpoint is damaged, the newest one that is not is loaded, and a warning says so. `optimizer=False`: weights alone.
-        Random states are those of each rank; ranks that there were none of keep theirs. All ranks must call it. Raises
-        `CheckpointError` for one that is damaged, of another model or of another optimizer: then nothing was changed.
+        `tag`: by default the last one saved. `dir` may be a checkpoint itself. Everything is read and checked before anything
+        is changed. `client_state`: objects with `load_state_dict()`, each of which gets the saved value of its key.
+        `fallback`: if a checkpoint is damaged, load the newest one that is not, with a warning. `optimizer=False`: load
+        weights only. Each rank loads its own random states, or keeps its present ones if the checkpoint has none for it. All
+        ranks must call it. Raises `CheckpointError` for a checkpoint that is damaged, another model's or another
+        optimizer's; then nothing was changed.
         """
         self.saver.wait()
         return load(
@@ -369,19 +393,22 @@ class Handle(Compiled):
         )
 
     def save_adapters(self, *args: Any, **kwargs: Any) -> Any:
-        """PEFT's own `save_pretrained` of a model with adapters, which are whole meanwhile. All ranks must call it."""
+        """Run PEFT's own `save_pretrained` of a model with adapters, with their weights gathered. All ranks must
+        call it."""
         return save_adapters(self.forward.module, *args, **kwargs)
 
     def merge_and_unload(self, *args: Any, **kwargs: Any) -> Any:
-        """PEFT's own: the base model with what adapters add, whole and plain on each rank. This one is compiled no more. All ranks must call it."""
+        """Return PEFT's base model with the adapters merged, whole and plain on each rank. This model is no longer
+        compiled. All ranks must call it."""
         return self._undone().merge_and_unload(*args, **kwargs)
 
     def unload(self, *args: Any, **kwargs: Any) -> Any:
-        """PEFT's own: the base model without adapters, whole and plain on each rank. This one is compiled no more. All ranks must call it."""
+        """Return PEFT's base model without adapters, whole and plain on each rank. This model is no longer compiled.
+        All ranks must call it."""
         return self._undone().unload(*args, **kwargs)
 
     def _undone(self) -> Any:
-        """The plain model with whole weights, as before `zgraph.compile`."""
+        """Turn the model back into the plain one, with whole weights, as before `zgraph.compile`; return it."""
         model = self.forward.module
         if self.uncut is None or self.uncut.staged:
             keep_whole(model)
@@ -399,18 +426,20 @@ class Handle(Compiled):
         is_main_process: bool = True,
         save_function: Callable[..., Any] | None = None,
     ) -> None:
-        """Write the weights as safetensors that `from_pretrained` reads, with the config of a model of transformers'.
+        """Write the weights as safetensors that `from_pretrained` reads, with the config of a transformers model.
 
-        Names and tensors are those of transformers' own `save_pretrained`; a plain module's are those of its state dict, tied ones under the
-        first. No rank gathers weights: each writes its rows where they belong. Weights are those of the last step, in the dtype that
-        the model holds each in; `dtype` ("fp32", "bf16", "fp16", or one of torch's) casts what is floating-point, from the fp32 masters where
-        there are some. `averaged`: the plan's moving average (`ema`) instead. `max_shard_size`: bytes of tensors in a file at most, as
-        a number or "5GB"; a larger tensor has a file of its own. transformers' Trainer gives `state_dict`, which is that of the model,
-        and `is_main_process`, and accelerate's users `save_function`: by these nothing changes, since each rank writes its part.
+        Names and tensors are those of transformers' own `save_pretrained`, or of a plain module's state dict, with a tied
+        tensor under its first name. No rank gathers weights: each writes its rows into the files. Weights are those of the
+        last step, each in the dtype of the model; `dtype` ("fp32", "bf16", "fp16", or one of torch's) casts floating-point
+        ones, from their fp32 master weights if there are some. `averaged`: write the plan's moving average (`ema`) instead.
+        `max_shard_size`: the most bytes of tensors in a file, as a number or "5GB"; a larger tensor gets a file of its own.
+        `state_dict`, `is_main_process` (which transformers' Trainer passes) and `save_function` (which users of accelerate
+        pass) have no effect, since each rank writes its part.
 
-        All is written beside what is in `dir`, and then put in place by renames; other files there stay. All ranks must call it. Raises
-        `CheckpointError` on every rank if it can't be written, `UnsupportedError` for quantized models and adapters and for tensors in
-        `state_dict` that are not the model's, `StepError` for `averaged` without `ema` and after an update that failed.
+        Everything is written beside the files of `dir` first, and then put in place by renames; other files stay. All ranks
+        must call it. Raises `CheckpointError` on every rank if it can't be written, `UnsupportedError` for quantized models
+        and adapters and for tensors in `state_dict` that are not the model's, `StepError` for `averaged` without `ema` and
+        after an update that failed.
         """
         folder = Path(dir).absolute()
         publish(
@@ -429,45 +458,53 @@ class Handle(Compiled):
 
     @property
     def skipped_steps(self) -> torch.Tensor | None:
-        """How many steps were skipped because a gradient (or, by the plan's `on_nonfinite`, the loss) was not finite: 0-dim int64 on the
-        device; None where none ever is."""
+        """The number of steps skipped because a gradient, or by the plan's `on_nonfinite` the loss, was not finite:
+        0-dim int64 on the device.
+
+        None if no step is ever skipped.
+        """
         return self.runtime.updater.states.skipped()
 
     def grad_norms(self) -> dict[str, torch.Tensor]:
-        """The 2-norm of each parameter's gradient over all ranks, by name; all ranks must call it. Of a model in stages it has those of
-        this rank's.
+        """Return the 2-norm of each parameter's gradient over all ranks, by name; in a pipeline, for this rank's
+        stages. All ranks must call it.
 
-        Gradients are there from a backward to `step()`: call it between them, or in a hook of `on_gradients`.
+        Gradients exist between a backward and `step()`: call it between them, or in a hook of `on_gradients`.
         """
         return self.runtime.updater.grad_norms()
 
     def on_gradients(self, hook: Callable[[dict[str, torch.Tensor]], None]) -> Callable[[], None]:
-        """Call `hook(gradients by name)` before each update, with averaged gradients; returns what removes it. Of a model in stages it is
-        given those of this rank's, of a parameter that several stages use their own part."""
+        """Call `hook(gradients by name)` before each update, with averaged gradients; return a function that removes
+        the hook.
+
+        In a pipeline the hook gets the gradients of this rank's stages; if several stages use a parameter, this stage's
+        part of its gradient.
+        """
         hooks = self.runtime.updater.hooks
         hooks.append(hook)
         return lambda: hooks.remove(hook)
 
     @contextlib.contextmanager
     def averaged_weights(self) -> Iterator[None]:
-        """Inside, the model's weights are their moving averages (the plan's `ema`). Raises `StepError` without one."""
+        """Replace the weights by their moving averages (the plan's `ema`) inside the block. Raises `StepError`
+        without `ema`."""
         with self.runtime.updater.averaged():
             yield
 
     def timings(self, *, tokens: int | None = None, peak_flops: float | None = None) -> Timings:
-        """Where the time of the last steps went, on every rank; all ranks must call it. See `zgraph.runtime.timings.Timings`.
+        """Return where the time of the last steps went, on every rank. All ranks must call it. See `zgraph.runtime.timings.Timings`.
 
-        `tokens`: how many of them one rank's step has, for tokens/s. `peak_flops`: FLOP/s of one device, for the model
-        FLOP/s utilisation. The next step runs under torch's profiler, for the communication that is waited for.
+        `tokens`: the tokens of one rank's step, for tokens/s. `peak_flops`: FLOP/s of one device, for the model FLOP/s
+        utilisation. The next step runs under torch's profiler, to measure the exposed communication.
         """
         return self.runtime.timings(tokens, peak_flops)
 
     def forecast(self) -> StepForecast:
-        """What a step of one micro-batch takes by the costs that the model is scheduled by (the plan's `hardware`).
+        """Forecast a step of one micro-batch from the costs that the model is scheduled by (the plan's `hardware`).
 
-        Of the training program that was made last and the update that was. With the hardware of `zgraph.calibrate` it is
-        what the machine will take, else a lower bound. Raises `StepError` before the first training program is compiled, and of a model in
-        stages.
+        The step consists of the newest training program and the newest update program. With the hardware of
+        `zgraph.calibrate` the forecast is what this machine takes, else a lower bound. Raises `StepError` before the first
+        training program is compiled, and for a model in stages.
         """
         if isinstance(self.runtime, PipelineRuntime):
             raise StepError(
@@ -484,14 +521,14 @@ class Handle(Compiled):
         return simulate_step(trained[-1].history().program, update, self.runtime.costs, late)
 
     def recompile(self, plan: Plan) -> None:
-        """Run the same weights by another plan (another stage, backend, passes or micro-batches) on the same mesh.
+        """Run the same weights by another plan (another ZeRO stage, backend, passes or micro-batches) on the same mesh.
 
-        The optimizer's states, the step's count, the loss scale and the learning rates go on where they are. A model in stages keeps its
-        stages: micro-batches and schedule may change, as far as each rank has the same stages by it.
+        The optimizer's states, the step count, the loss scale and the learning rates are kept. A model in stages keeps its
+        stages: micro-batches and schedule may change if each rank has the same stages by the new schedule.
 
         All ranks must call it. Programs are compiled again at the next calls; parameters stay the same objects, so
-        optimizers keep working. Raises `ModelError` if the mesh or the layout of parameters would be another (stages 1
-        to 3 share one), `RankMismatchError` if ranks give different plans.
+        optimizers keep working. Raises `ModelError` if the mesh or the layout of parameters would change (ZeRO stages 1 to 3
+        share one), `RankMismatchError` if ranks give different plans.
         """
         old = self.runtime
         world = max(1, len(old.everyone.ranks))
@@ -533,14 +570,15 @@ class Handle(Compiled):
 
 
 def started(runtime: Runtime) -> Runtime:
-    """A new run time with what the rooms below it do not know: who saves its checkpoints, and who records it. All ranks must call it."""
+    """Give a new runtime the object that saves its checkpoints, and a recorder if it is to be recorded; return it.
+    All ranks must call it."""
     runtime.saver = Saver()
     record(runtime)
     return runtime
 
 
 def attach(module: nn.Module, runtime: Runtime | DeferredPipeline, loss_fn: Callable[..., Any] | None = None) -> Handle:
-    """Let the module's own `forward` run compiled. Its class and its parameters' names stay."""
+    """Make the module's own `forward` run compiled. Its class and its parameters' names stay."""
     handle = Handle(runtime, loss_fn)
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -583,7 +621,7 @@ def attach(module: nn.Module, runtime: Runtime | DeferredPipeline, loss_fn: Call
 
 
 def detach(module: nn.Module) -> None:
-    """Let a compiled module's own `forward` run again, as before `attach`. Its parameters stay as they are."""
+    """Make a compiled module's own `forward` run again, as before `attach`. Its parameters stay as they are."""
     forward: Forward = module.__dict__["zgraph"].forward
     for name in [n for n in _OWN if _is_ours(module, n)]:
         del module.__dict__[name]
@@ -594,8 +632,11 @@ def detach(module: nn.Module) -> None:
 
 
 def _owns(module: nn.Module, name: str) -> bool:
-    """Does a module have a method of this name that stays? (transformers' own `save_pretrained` would gather the weights on one rank; its
-    `zero_grad` is called by ours.)"""
+    """Return whether a module has a method of this name that must not be replaced.
+
+    (Replaced are transformers' own `save_pretrained`, which would gather the weights on one rank, and `zero_grad`,
+    which ours calls.)
+    """
     if name == "zero_grad":
         return False
     if name == "save_pretrained" and is_pretrained(module):
@@ -604,7 +645,7 @@ def _owns(module: nn.Module, name: str) -> bool:
 
 
 def _deepcopy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """A compiled copy with weights of its own; its programs are compiled when it is first called."""
+    """Return a compiled copy with its own weights; its programs are compiled when it is first called."""
     handle: Handle = module.__dict__["zgraph"]
     handle.forward.refuse_copy()
     names = [n for n in _OWN if _is_ours(module, n)]
@@ -631,7 +672,7 @@ def _deepcopy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _is_ours(module: nn.Module, name: str) -> bool:
-    """Whether what stands in the module by this name is zgraph's, and not a function of the user's."""
+    """Return whether the module's attribute of this name is zgraph's, not the user's."""
     value = module.__dict__.get(name)
     if name not in _OWN or value is None:
         return False
@@ -641,7 +682,8 @@ def _is_ours(module: nn.Module, name: str) -> bool:
 
 
 class _NotForDDP:
-    """What DistributedDataParallel asks a module for first: the names of parameters that it leaves out."""
+    """The value of the attribute that DistributedDataParallel reads first, the names of parameters to leave out:
+    iterating it raises `ModelError`."""
 
     def __iter__(self) -> Iterator[str]:
         asks: types.FrameType | None = sys._getframe(1)

@@ -1,4 +1,4 @@
-"""A model of transformers' from its folder into shards: no rank holds more than its part and one tensor."""
+"""Loading a transformers model from its folder into shards: a rank holds only its shards and one tensor at a time."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ def load_pretrained(
     dtype: str | torch.dtype | None = None,
     **options: Any,
 ) -> Any:
-    """Build a model of transformers' without memory, compile it by a plan, and read its weights from a folder, each rank its own.
+    """Build a transformers model without memory, compile it by a plan, and load each rank's shards from a folder.
 
-    `model`: its class (`LlamaForCausalLM`, `AutoModelForCausalLM`), which takes the config that lies in the folder, or a config. `folder`: what
-    `save_pretrained` or a download of the Hub has: safetensors in one file or several. `dtype` of its weights: by default what the config says.
-    `options` are those of `zgraph.compile`. Weights that the files lack are initialised by the model's own rules, others are left out, and a
-    warning names both. The model is in eval mode, as `from_pretrained` leaves it.
+    `model`: its class (`LlamaForCausalLM`, `AutoModelForCausalLM`), which then takes the folder's config, or a config.
+    `folder`: what `save_pretrained` writes or the Hub has: safetensors in one file or several. `dtype`: the dtype of the
+    weights, by default the config's. `options`: those of `zgraph.compile`. Weights that the files lack are initialised by
+    the model's own rules, weights that the model lacks are ignored, and a warning names both. The model is in eval mode, as
+    `from_pretrained` leaves it.
 
-    All ranks must call it. A rank reads its rows of each tensor, and holds these and one module's whole weights at a time. Raises
-    `CheckpointError` for a folder of another model, and `ModelError` for what is no model of transformers'.
+    All ranks must call it. A rank reads its rows of each tensor, and holds these and one module's whole weights at a time.
+    Raises `CheckpointError` for a folder of another model, `ModelError` if `model` is not one of transformers'.
     """
     import transformers
 
@@ -51,7 +52,7 @@ def load_pretrained(
 
 
 def _class_and_config(transformers: Any, model: Any, folder: Path) -> tuple[Any, Any]:
-    """(what makes the model of a config and a dtype, the config). Raises `ModelError`."""
+    """Return the function that makes the model from a config and a dtype, and the config. Raises `ModelError`."""
     if isinstance(model, transformers.PreTrainedConfig):
         names = model.architectures or []
         known = [getattr(transformers, n) for n in names if hasattr(transformers, n)]

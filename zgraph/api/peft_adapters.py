@@ -1,4 +1,4 @@
-"""Adapters of PEFT: small parts of a divided model, which PEFT's own code saves and loads while they are whole."""
+"""PEFT's adapters: small parts of a sharded model, which are gathered while PEFT's own code saves and loads them."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from zgraph.api.full_weights import whole_parameters
 from zgraph.torch_compat.private_names import refuse_release
 
 FILE = "adapter_model.safetensors"
-"""PEFT's name."""
+"""PEFT's file name for an adapter's weights."""
 _IS_MAIN_PROCESS = 5
-"""Which argument of PEFT's `save_pretrained` this is."""
+"""The position of `is_main_process` among the arguments of PEFT's `save_pretrained`."""
 
 
 def is_adapted(model: Any) -> bool:
-    """Is it a model with adapters of PEFT's?"""
+    """Return whether a model has PEFT's adapters."""
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(model, peft.PeftModel)
 
 
 def learns_prompts(model: Any) -> bool:
-    """Has a model with adapters such that make prompts, in place of layers?"""
+    """Return whether a model has adapters that make prompts, instead of changing layers."""
     return any(config.is_prompt_learning for config in model.peft_config.values())
 
 
 def save_adapters(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """PEFT's own `save_pretrained`; the first rank writes. All ranks must call it."""
+    """Run PEFT's own `save_pretrained` with gathered adapters, and write on the first rank. All ranks must call it."""
     if dist.is_initialized() and len(args) < _IS_MAIN_PROCESS:
         kwargs = {"is_main_process": dist.get_rank() == 0, **kwargs}
     with whole_adapters(model):
@@ -39,7 +39,7 @@ def save_adapters(model: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def load_adapter(model: Any, folder: str) -> None:
-    """Give the adapter in use the weights of a folder that PEFT wrote. All ranks must call it."""
+    """Load an adapter that PEFT wrote into the model's active adapter. All ranks must call it."""
     from peft import set_peft_model_state_dict
     from safetensors.torch import load_file
 
@@ -49,14 +49,14 @@ def load_adapter(model: Any, folder: str) -> None:
 
 @contextlib.contextmanager
 def whole_adapters(model: Any, *, write: bool = False) -> Iterator[None]:
-    """Inside, the parameters that any adapter saves are whole plain tensors; what is written to them stays if they are to be written. All ranks
-    must enter it."""
+    """Gather the parameters that any adapter saves inside the block; with `write`, what is written to them is kept.
+    All ranks must enter it."""
     with whole_parameters(model, _saved(model), write=write):
         yield
 
 
 def _saved(model: Any) -> list[Any]:
-    """The parameters that adapters save. Prompts are saved as what their encoder, a part of the model, makes of its own."""
+    """Return the parameters that adapters save. For prompts these are the parameters of the encoder that makes them."""
     from peft import get_peft_model_state_dict
 
     if learns_prompts(model):

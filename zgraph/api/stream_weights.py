@@ -1,4 +1,4 @@
-"""A compiled model's weights, one whole tensor after another: for engines of inference."""
+"""A stream of a compiled model's weights, one whole tensor after another, for inference engines."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from zgraph.parameters.whole_tensors import BUCKET, Wanted, gathered
 def stream_weights(
     model: nn.Module, *, max_bytes: int | str = BUCKET, dtype: str | torch.dtype | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, whole tensor) of every weight of a compiled model, on its device: for an engine of inference, say.
+    """Yield (name, whole tensor) of every weight of a compiled model, on its device, for example for an inference engine.
 
-    Names and tensors are those that `save_pretrained` writes (a checkpoint's of transformers, ties once), in one order on all ranks. `dtype`
-    ("bf16", say) of what is floating-point. Weights are gathered in buckets: at most `max_bytes` are held at a time, or the largest tensor where
-    that is larger, unless you keep them. All ranks must take all of it.
+    Names and tensors are those that `save_pretrained` writes (as in a transformers checkpoint, tied ones once), in the same
+    order on all ranks. `dtype` (such as "bf16") is that of floating-point weights. Weights are gathered in buckets: at most
+    `max_bytes`, or the largest tensor, are held at a time, unless you keep them. All ranks must consume the whole stream.
     """
     runtime = ready(model, "a stream of weights")
     wanted, most = dtype_of(dtype), bytes_of(max_bytes)

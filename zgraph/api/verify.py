@@ -1,7 +1,8 @@
-"""`zgraph.verify`: a plan's program on N virtual ranks against the plain model, in one process; or the compiled code on real ones.
+"""`zgraph.verify`: compares a plan's program on virtual ranks, in one process, or its compiled code on real ranks, with
+the plain model.
 
-On virtual ranks the program is run operator by operator, as it is after the split into forward and backward. What Inductor makes of it
-is not part of that comparison, but of the other (`zgraph.api.compiled_training`).
+On virtual ranks the program runs operator by operator, as it is after the split into forward and backward. The code
+that Inductor generates is not part of this comparison, but of the one on real ranks (`zgraph.api.compiled_training`).
 """
 
 from __future__ import annotations
@@ -24,13 +25,12 @@ from zgraph.verification.virtual_step import VirtualStep, virtual_step
 
 @dataclass(frozen=True)
 class Verification:
-    """What `verify` found. `ok`: everything within tolerance; `exact`: everything bit for bit equal. `compiled`: real ranks ran the generated
-    code, and `differences` are in the order of the steps."""
+    """The result of `verify`. `ok`: everything is within tolerance; `exact`: everything is bit for bit equal."""
 
-    world: int
-    plan: Plan
-    differences: tuple[Difference, ...]
-    compiled: bool = False
+    world: int  # the number of ranks
+    plan: Plan  # the plan that was run
+    differences: tuple[Difference, ...]  # one for each tensor compared; with `compiled` in the order of the steps
+    compiled: bool = False  # real ranks ran the generated code
 
     @property
     def ok(self) -> bool:
@@ -42,16 +42,16 @@ class Verification:
 
     @property
     def stage(self) -> int | None:
-        """Of a pipeline, the stage in which the first wrong value was made; None if nothing is wrong, and without a pipeline."""
+        """The pipeline stage that made the first wrong value; None if nothing is wrong, and without a pipeline."""
         return next((d.stages[0] for d in self.differences if d.stages and not d.ok), None)
 
     @property
     def first(self) -> Difference | None:
-        """The first that is too large, in the order of `differences`; None if nothing is wrong."""
+        """The first difference above tolerance, in the order of `differences`; None if nothing is wrong."""
         return next((d for d in self.differences if not d.ok), None)
 
     def worst(self, count: int = 5) -> list[Difference]:
-        """Those that differ most, first."""
+        """Return the largest differences, the largest first."""
         return sorted(self.differences, key=lambda d: (d.ok, -d.error))[:count]
 
     def __str__(self) -> str:
@@ -88,36 +88,38 @@ def verify(
 ) -> Verification:
     """Run the plan's program for `model` on `world` virtual ranks and compare it with the plain model.
 
-    `inputs` is the *global* batch (a tuple of args or a dict of kwargs): tensors whose dimension 0 is the largest there
-    is are split on it, all others go whole to every rank. `loss_fn(output)` gives the loss, a scalar, where the model's
-    output holds none. Inputs whose values decide in forward have to be declared (`dynamic` of the plan). The model is not
-    changed, nor is the random state. All ranks' values are held at once. For Inductor the program is its graph before it
-    is made kernels, with random numbers drawn as plain PyTorch draws them.
+    `inputs` is the *global* batch (a tuple of args or a dict of kwargs): tensors with the largest dimension 0 are split on
+    it, all others go whole to every rank. `loss_fn(output)` returns the loss, a scalar, if the model's output has none.
+    Inputs whose values decide in forward have to be declared (`dynamic` of the plan). The model and the random state are
+    not changed. All ranks' values are held at once. For Inductor the program is its graph before kernels are generated,
+    with random numbers drawn as plain PyTorch draws them.
 
     With mixed precision the plain model is PyTorch's own in that precision (parameters and inputs cast), and tolerances are
-    those of the dtype that is computed in.
+    those of the compute dtype.
 
     Outputs and buffers are compared with those of the plain model on the same rank's part of the batch, gradients with
-    the mean over ranks. Differences do not raise: read `.ok`, `.exact`, or print what is returned.
+    the mean over ranks. Differences do not raise: read `.ok`, `.exact`, or print the result.
 
-    Of a plan with a pipeline all ranks of all stages run, by the plan's schedule. The batch is split over the ranks that see different rows,
-    then into micro-batches, whose losses count equally. Gradients of a parameter of several stages are compared summed, and each stage's
-    part of them, like all that crosses between stages, with what the captured program gives there.
+    For a plan with a pipeline, all ranks of all stages run, by the plan's schedule. The batch is split over the
+    data-parallel ranks, then into micro-batches, whose losses count equally. The gradient of a parameter that several
+    stages use is compared as a sum; each stage's part of it, and every value sent between stages, is compared with the
+    captured program's.
 
-    Of a plan with `wire` the program that sends everything as it is is compared with the plain model, and each value that is sent in few bits
-    with what it was: an element may be wrong by what its format allows (`zgraph.program.block_quantization`), and what is reported is the largest
-    share of it.
+    For a plan with `wire`, the program without compression is compared with the plain model, and each compressed value with
+    its original: an element may be wrong by what its format allows (`zgraph.program.block_quantization`), and the largest
+    error as a fraction of that is reported.
 
-    With `compiled` the generated code of the plan's backend trains a copy of the model on real tensors, beside the plain model: two steps of
-    an own loop and two of `train_step` (of a pipeline these alone), in two micro-batches where the plan has one and the batch can be cut. A
-    `world` of 1 is this process; a larger one is that of the process group (under torchrun it is made), all of whose ranks call this with the
-    same global batch, and get the same result. Dropout draws what plain PyTorch draws.
+    With `compiled` the generated code of the plan's backend trains a copy of the model on real tensors, beside the plain
+    model: two steps of a hand-written loop and two of `train_step` (in a pipeline only the latter), with two micro-batches
+    if the plan has one and the batch can be cut. A `world` of 1 is this process; a larger one is that of the process group
+    (created under torchrun), whose ranks all call this with the same global batch, and get the same result. Dropout draws
+    what plain PyTorch draws.
 
     Raises `SignatureError` if the world does not divide the batch, `StepError` if micro-batches do not divide a rank's part of it,
-    `ModelError` if there is no loss, the model is compiled or on the meta device, `MeshError` if the plan's mesh does not fit the world,
-    `PlanError` if the model can't be cut as the plan says; with `compiled` `MeshError` for another number of processes than `world`,
-    `RankMismatchError` for ranks with different batches, `UnsupportedError` for updates that run late;
-    and what capture and passes raise (see `zgraph.compile`).
+    `ModelError` if there is no loss, the model is compiled or on the meta device, `MeshError` if the plan's mesh does not
+    fit the world, `PlanError` if the model can't be cut by the plan; with `compiled` `MeshError` if the number of processes
+    is not `world`, `RankMismatchError` for ranks with different batches, `UnsupportedError` for updates that run late and
+    for `wire`; and what capture and passes raise (see `zgraph.compile`).
     """
     plan = plan or Plan()
     if compiled:
@@ -137,7 +139,7 @@ def verify(
 
 
 def _sent(virtual: VirtualStep) -> list[Difference]:
-    """How far values that are sent in few bits are from what they were."""
+    """Return the differences between compressed values and their originals."""
     virtual.watch = sent = SentValues()
     _ = VirtualPipeline(virtual).differences if virtual.pipelined else virtual.of_parts(virtual.step.parts())
     return sent.differences
