@@ -53,7 +53,9 @@ class Backend:
     """
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """Read into `buffers`, and return the number of bytes read, which may be fewer than asked for. Raises OSError."""
+        """Read into `buffers`, and return the number of bytes read, which may be fewer than asked for. Raises
+        OSError.
+        """
         return os.preadv(fd, buffers, offset)
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
@@ -112,9 +114,6 @@ class FileStore:
     `checksums` keeps a CRC-32 of each piece that is written, and compares it when the piece is read. `threads` move
     pieces of 8 MiB. Values whose memory is not aligned go through buffers of `staging_bytes` in all. Any thread may
     call any method.
-
-    `checksums` keeps a CRC-32 of each piece that is written, and compares it when the piece is read. `threads` move pieces of
-    8 MiB. Values whose memory is not aligned go through buffers of `staging_bytes` in all. Any thread may call any method.
     """
 
     def __init__(
@@ -552,7 +551,9 @@ class _Slot:
 
 
 class _Job:
-    """One tensor being read or written. What it holds is released when it ends; until then nobody else gets its slot."""
+    """One tensor being read or written. What it holds is released when it ends; until then nobody else gets its
+    slot.
+    """
 
     def __init__(
         self, kind: str, slot: _Slot, keep: object, memory: memoryview, version: int | None, *, counted: bool

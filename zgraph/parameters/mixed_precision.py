@@ -50,9 +50,6 @@ def stays_fp32(module: nn.Module, precision: Precision) -> set[str]:
 
     A norm whose running statistics stay in float32 computes in it too, since torch has no operator for the mixture; so
     does each module that shares a parameter with one of these, since a tied parameter has one dtype.
-
-    So does a norm with running statistics that stay in float32, since torch has no operator for such a mixture; and each module that has
-    a parameter of another such one, since a parameter that is tied has one dtype.
     """
     names, tied = module_names(module), parameter_names(module)
     first = {n: every[0] for every in tied.values() for n in every}
@@ -107,8 +104,6 @@ def prepare(module: nn.Module, precision: Precision, specs: dict[str, ParamSpec]
     """Cast buffers, and let the modules that stay in float32 cast their inputs to it and their outputs back.
 
     Closing the returned stack (or leaving a `with` block around it) restores the module.
-
-    Where what it returns is closed (or a `with` block around it ends), the module is as it was.
     """
     buffer = precision.dtype("buffer")
     low = precision.dtype("compute") or precision.dtype("parameter")

@@ -53,9 +53,6 @@ def layout(
 
     Scalars, empty parameters and those with fewer than `persistence_threshold` elements stay whole. Parts of at least
     `least_bytes` are stored in `home`.
-
-    Scalars, empty parameters and those with fewer than `persistence_threshold` elements stay whole. Parts of
-    `least_bytes` and more lie in `home`.
     """
     precision = precision or Precision()
     ranks = mesh.get("dp", 1)
@@ -661,9 +658,6 @@ def _materialise(shards: Shards, device: torch.device, seed: int, elsewhere: Col
 
     Every module is initialised whole on every rank, from a seed of its own, so the values depend neither on the world
     size nor on the order of modules; the whole tensors live only until they are cut.
-
-    Every module is made whole on every rank from a seed of its own, so the values depend neither on the world size
-    nor on the order of modules; the whole lives only until it is cut.
     """
     root = shards.module
     names = {id(p): n for n, p in shards.params().items()}

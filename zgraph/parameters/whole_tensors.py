@@ -61,8 +61,6 @@ def gathered(wanted: Iterable[Wanted], device: torch.device, max_bytes: int = BU
 
     A bucket, what is sent of it and its whole tensors take at most `max_bytes`; a single tensor that has more takes its
     own size, and what this rank sends of it.
-
-    A bucket, what is sent and its wholes take at most `max_bytes`; where a single tensor has more, that tensor, and what this rank sends of it.
     """
     for bucket in _buckets(wanted, max_bytes):
         if bucket[0][1] is None:

@@ -220,8 +220,6 @@ class Agreement:
         `tighten`, the plan's timeout applies again.
 
         If ballots differ, ranks exchange what `explain()` returns, and `compare` describes the difference.
-
-        On a difference, what `explain()` returns is exchanged, and `compare` says in words how they differ.
         """
         if self.group is None:
             return Verdict(flag, worst)

@@ -23,7 +23,9 @@ from zgraph.errors import RankMismatchError
 from zgraph.torch_compat import process_groups
 
 Coming = tuple[str, Any]
-"""What a rank announces about the coming update: a text that is equal on ranks that agree, and data that shows how they differ."""
+"""What a rank announces about the coming update: a text that is equal on ranks that agree, and data that shows how
+they differ.
+"""
 
 UPDATE = "an update"
 LONGEST = 256  # most acts in a row without a vote

@@ -348,7 +348,9 @@ def _name(ranks: tuple[int, ...]) -> str:
 
 
 def _place(node: fx.Node | None) -> tuple[str, int, str]:
-    """Return (group, the node's position in its program, a description) of where this process is: at `node`, if given."""
+    """Return (group, the node's position in its program, a description) of where this process is: at `node`, if
+    given.
+    """
     here = progress.HERE
     inside, others = here.inside, here.others
     group = _name(tuple(others.ranks)) if others is not None else ""

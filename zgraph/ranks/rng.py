@@ -1,4 +1,6 @@
-"""Saves the random states of this process and its device before something runs, and restores them while it runs again."""
+"""Saves the random states of this process and its device before something runs, and restores them while it runs
+again.
+"""
 
 from __future__ import annotations
 

@@ -81,7 +81,9 @@ class CallSizes:
 
     @property
     def key(self) -> str:
-        """The key of the program that serves this call: the same for calls that differ only in sizes that are symbols."""
+        """The key of the program that serves this call: the same for calls that differ only in sizes that are
+        symbols.
+        """
         if self.family is None or not self.family.serves(self.call):
             return self.call.text(given=self.family.given if self.family is not None else ())
         return self.call.text(self.family.names, self.family.given)

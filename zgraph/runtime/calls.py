@@ -1,4 +1,6 @@
-"""Finds the program that serves a call of the model, or has one compiled: by the inputs' signature, and by the Python state that its capture read."""
+"""Finds the program that serves a call of the model, or has one compiled: by the inputs' signature, and by the
+Python state that its capture read.
+"""
 
 from __future__ import annotations
 
@@ -234,9 +236,6 @@ class Calls:
 
         A model may finish its construction in its first call, and may go back and forth between states that have a
         program. If a second program in a row ends in a state that has none, every call would be compiled again.
-
-        Once is how a model finishes its construction, and it may go back and forth between states that have a program. Twice in a row to a
-        state that has none, it would be compiled again at every call.
         """
         module = self.rank.module
         entry.settled = True

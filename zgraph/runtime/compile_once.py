@@ -21,7 +21,9 @@ View = tuple[str, str, bool]  # a rank's folder, the key of its step there, and 
 
 
 def make_once(rank: Rank, entry: Entry) -> None:
-    """Let one rank of each cache folder make the program of an entry that is not cached there. All ranks must call it."""
+    """Let one rank of each cache folder make the program of an entry that is not cached there. All ranks must call
+    it.
+    """
     agreement, keeper = rank.agreement, rank.keeper
     if not agreement.ranks or not agreement.any("whether programs are kept", keeper is not None):
         return

@@ -37,8 +37,8 @@ def owner_of(param: nn.Parameter) -> nn.Module | None:
 def free_dropped_models() -> None:
     """Free compiled models that nobody refers to any more, if they hold memory that the next one could use.
 
-    A compiled model and its run time refer to each other, so only Python's collector frees them: left to itself it may run
-    long after the next model has been compiled, and the two would be held at once.
+    A compiled model and its run time refer to each other, so only Python's collector frees them: left to itself it
+    may run long after the next model has been compiled, and the two would be held at once.
     """
     held = sum(p.nbytes for m in list(_compiled.values()) for p in map(local_of, m.parameters()) if not p.is_meta)
     if held >= _WORTH_COLLECTING:

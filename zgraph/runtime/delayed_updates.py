@@ -1,8 +1,8 @@
 """Updates that run beside the next step: one step late.
 
-The next forward and backward compute with the weights before the update, which is made on copies of them (the states "ahead") in a
-thread of its own. At the step after, the copies become the weights, and the next update begins: the one-step delayed parameter
-update of ZeRO-Offload (Ren et al., 2021). Its results are not those of updates in time.
+The next forward and backward compute with the weights before the update, which is made on copies of them (the states
+"ahead") in a thread of its own. At the step after, the copies become the weights, and the next update begins: the
+one-step delayed parameter update of ZeRO-Offload (Ren et al., 2021). Its results are not those of updates in time.
 """
 
 from __future__ import annotations

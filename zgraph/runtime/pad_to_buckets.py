@@ -248,7 +248,9 @@ class PaddedCalls:
         return pytree.tree_unflatten(made, spec)  # type: ignore[return-value]
 
     def _warn_of_missing(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Warn once of inputs that the plan pads and the first call does not have: one may be what masks the padding."""
+        """Warn once of inputs that the plan pads and the first call does not have: one may be what masks the
+        padding.
+        """
         if self._warned:
             return
         self._warned = True

@@ -39,9 +39,6 @@ class WaitingGradients:
         ZeRO stages 2 and 3 reduce in each backward: only shards are kept. So do models of which a parameter has hooks:
         a hook is called with the gradient of one backward, as in autograd, not with a sum of several. `never`: the
         update takes gradients unreduced.
-
-        ZeRO stages 2 and 3 reduce each time: only shards are kept. So do parameters with hooks: each is called with the gradient of one
-        backward, as autograd has it, and not with the sum of several. `never`: the update takes them unreduced.
         """
         if self._reduces:
             return Reduction()

@@ -73,7 +73,9 @@ class FirstGathers:
             self.drop()
 
     def take(self, step: StepProgram) -> dict[str, torch.Tensor]:
-        """Return the first gathers of a forward, in flight; start them if the update has not. All ranks must call it."""
+        """Return the first gathers of a forward, in flight; start them if the update has not. All ranks must call
+        it.
+        """
         if self.in_flight and (self.step is None or step not in self.step.beside):
             self.drop()
         if not self.in_flight:

@@ -1,10 +1,10 @@
 """Runs compiled programs behind the user's own calls: `model(x)`, `loss.backward()`.
 
-[Note: who holds what] Parameters are the user's (`Shards` finds them). A step of autograd holds what the forward saved
-in a list that the backward empties as it goes, so that activations die one by one. Whole weights that stages 1 and 2
-keep live in `UnshardedWeights`, from the first forward of an optimizer step to its reducing backward, and less if a shard changes;
-each forward's own backward holds those that it ran with. Gradients that wait to be reduced (stages 0 and 1 inside `no_sync`)
-are the user's own `.grad`, as DTensors that say so: placement `Partial("avg")`.
+[Note: who holds what] Parameters are the user's (`Shards` finds them). A step of autograd holds what the forward
+saved in a list that the backward empties as it goes, so that activations die one by one. Whole weights that stages 1
+and 2 keep live in `UnshardedWeights`, from the first forward of an optimizer step to its reducing backward, and less
+if a shard changes; each forward's own backward holds those that it ran with. Gradients that wait to be reduced
+(stages 0 and 1 inside `no_sync`) are the user's own `.grad`, as DTensors that say so: placement `Partial("avg")`.
 """
 
 from __future__ import annotations
@@ -238,7 +238,9 @@ class Runtime(Rank):
     def run_forward(
         self, entry: Entry, step: StepProgram, flat: Sequence[Any], *, mutate: bool = True
     ) -> tuple[list[Any], Saved]:
-        """Run one forward; return (the flat outputs, the saved values). Buffers are updated unless `mutate` is False."""
+        """Run one forward; return (the flat outputs, the saved values). Buffers are updated unless `mutate` is
+        False.
+        """
         gathered_before = step.keeps and bool(self.unsharded.weights) and self.unsharded.are_there(step.unsharded)
         executable = step.forward(gathered_before)
         bindings = executable.bindings

@@ -1,8 +1,9 @@
 """Reads the outcome of each step, one step late: taken, skipped for an overflow, or not finite.
 
-[Note: no waiting] Whether a step is skipped, the loss scale and the number of updates live on the device. A copy to pinned memory is
-started after each update and read before the next, when the device has long been given the next forward and backward. Only half
-precision's end of the run, schedules and steps that are not finite need it; where the device is the host, the last are read at once.
+[Note: no waiting] Whether a step is skipped, the loss scale and the number of updates live on the device. A copy to
+pinned memory is started after each update and read before the next, when the device has long been given the next
+forward and backward. Only half precision's end of the run, schedules and steps that are not finite need it; where
+the device is the host, the last are read at once.
 """
 
 from __future__ import annotations

@@ -38,9 +38,9 @@ class Acts:
 
     # -- forwards -----------------------------------------------------------------------------------------------------
     def passes_forward(self, key: str, *, learns: bool, changed: int) -> bool:
-        """Return whether the forward by the program with this key needs no vote. It needs one
-        if weights have `changed`, or if ranks do not foresee it; and, unless the forwards of the whole step were voted on
-        together, if it is the first of a step, or if ranks learn sizes from calls.
+        """Return whether the forward by the program with this key needs no vote. It needs one if weights have
+        `changed`, or if ranks do not foresee it; and, unless the forwards of the whole step were voted on together,
+        if it is the first of a step, or if ranks learn sizes from calls.
         """
         course, act = self.agreement.course, Act(INPUTS, forward_of(key))
         if course is None or changed:

@@ -138,11 +138,6 @@ def split_batch(args: tuple[Any, ...], kwargs: dict[str, Any], parts: int, *, un
     size that is not part of the batch is cut too, unless the program shows that it is none: then the first step raises
     `StepError`. Raises `StepError` if `parts` does not divide the size, unless `uneven`: then the last micro-batches
     are smaller (None: the plan can't allow that).
-
-    The batch's size is that of the first tensor that has a dimension, in the order of forward's arguments: a tensor that is
-    no part of the batch, but has its size, is cut too, unless the program shows that it is none:
-    then the first step raises `StepError`. Raises `StepError` if `parts` do not divide it,
-    unless `uneven`: then the last ones are smaller (None: they never can be).
     """
     if parts == 1:
         return [(args, kwargs)]
@@ -241,11 +236,6 @@ def count_targets(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *,
     an argument, of the last tensor of integers, else each row counts once. `ignored` is what the model's losses leave
     out (`zgraph.capture.ignored_targets`), -100 if it calls none of torch's. A causal language model of transformers
     (`loss_type` "ForCausalLM") shifts its labels: the first of each sequence is no target.
-
-    Those of the argument called labels, label, targets or target (else of the last tensor of integers, else every row
-    counts once) that are not `ignored`: what the model's losses leave out (`zgraph.capture.ignored_targets`), -100 where it calls none of torch's.
-    A causal language model of transformers (`loss_type` "ForCausalLM") shifts its labels:
-    the first of each sequence is no target.
     """
     names = inspect.signature(type(module).forward).parameters
     named = dict(zip(list(names)[1:], args, strict=False)) | kwargs
@@ -306,8 +296,6 @@ def loss_of(
     that is nothing, forward's arguments by name.
 
     Raises `StepError` if there is no loss, or it has more than one element.
-
-    Raises `StepError` where there is none, or more than a number.
     """
     if loss_fn is None:
         refuse_rest(given, rest, others)
@@ -386,8 +374,6 @@ def join_outputs(outputs: Sequence[Any], shares: Sequence[float], sizes: Sequenc
     dimension 0.
 
     Other tensors and values are the last micro-batch's. Pytrees and dataclasses are traversed.
-
-    Other tensors and values are the last micro-batch's. Pytrees and dataclasses are looked into.
     """
     if len(outputs) == 1:
         return outputs[0]

@@ -34,9 +34,6 @@ class UnshardedWeights:
 
         A kept weight is compared with this rank's shard bit by bit: torch counts neither a write through `.data` nor a
         foreach operator on a DTensor.
-
-        A kept weight is compared with this rank's shard bit by bit: torch counts neither a write through `.data` nor a
-        foreach operator on a DTensor.
         """
         if len(self._words) == len(self._versions):  # (comparing bits finds every change that versions show)
             return int(not all(self._shards.equals(name, *words) for name, words in self._words.items()))

@@ -83,7 +83,9 @@ class UpdateNumbers:
         return vector
 
     def restore(self, known: Known) -> None:
-        """Take over the numbers that the saved run had in its parameter groups, if they are of this plan's optimizer."""
+        """Take over the numbers that the saved run had in its parameter groups, if they are of this plan's
+        optimizer.
+        """
         if self.optimizer is None or not known.groups:
             return
         plan = self.rank.plan.model_dump(mode="json")

@@ -19,9 +19,6 @@ def stash(schedule: Schedule, saved: Sequence[int], kept_for_weights: float = 1.
 
     `saved` is what each stage saves for one micro-batch, in bytes: kept from its forward to the end of its backward. If
     the backward is split into I and W, the share `kept_for_weights` of it, from 0 to 1, is kept between them.
-
-    `saved` is what each stage saves for one micro-batch, in bytes: held from its forward to the end of its backward. Where that is I and W,
-    the share `kept_for_weights` of it, from 0 to 1, is held between them.
     """
     kept = [math.ceil(whole * kept_for_weights) for whole in saved]
 

@@ -23,9 +23,6 @@ def picture(timeline: Timeline, width: int = 200) -> str:
 
     It is wide enough for a number in the shortest action, but has at most `width` columns for the time: an action that
     is too short for its number is drawn without it, one shorter than a column not at all.
-
-    It is as wide as its shortest action needs for a number, but has no more than `width` columns for the time: where an action has no room, its
-    number is left out, and where it is less than a column, all of it.
     """
     labels = {span.action: _label(timeline, span) for row in timeline.spans for span in row}
     shortest = min((s.end - s.begin for row in timeline.spans for s in row if s.end > s.begin), default=0.0)

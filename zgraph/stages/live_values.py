@@ -36,8 +36,9 @@ class Values:
 
 
 def values_of(program: Program, fused: bool, first: Collection[str] | None = None, *, adds: bool = False) -> Values:
-    """Return the bytes of a joint program of any level. `fused`: see `zgraph.passes.analysis.memory.lives`. If the backward
-    has two parts, `first` names the nodes of the first one. `adds`: the backward adds to sums of gradients in place.
+    """Return the bytes of a joint program of any level. `fused`: see `zgraph.passes.analysis.memory.lives`. If the
+    backward has two parts, `first` names the nodes of the first one. `adds`: the backward adds to sums of gradients
+    in place.
     """
     if first is not None:
         program = _second_last(program, first)

@@ -54,8 +54,6 @@ class RankBudget:
     """The decisions for the `programs` of a rank's stages, within the plan's budget; made when first asked for.
 
     `once` tells whether a step reduces gradients once, after its last backward.
-
-    `once` says whether a step reduces gradients once, after its last backward.
     """
 
     def __init__(self, memory: RankMemory, programs: Mapping[int, Program], context: BuildContext, once: bool) -> None:
@@ -89,7 +87,9 @@ class RankBudget:
         return self._decided
 
     def _best_share(self) -> dict[int, SearchResult] | Refusal:
-        """Return the choices of the fastest step with its update, over all shares of the states that may be offloaded."""
+        """Return the choices of the fastest step with its update, over all shares of the states that may be
+        offloaded.
+        """
         best: tuple[float, dict[int, SearchResult]] | None = None
         least: Refusal | None = None
         for share in self.residents.shares:

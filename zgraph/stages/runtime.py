@@ -242,7 +242,9 @@ class PipelineRuntime(Runtime):
             check_meetings(self._by_position(self.everyone.gather("the stages' updates", meetings(found))))
 
     def _compare_tied(self, numbers: Numbers) -> None:
-        """Raise `RankMismatchError` if the ranks that share a parameter have not all changed its optimizer state alike."""
+        """Raise `RankMismatchError` if the ranks that share a parameter have not all changed its optimizer state
+        alike.
+        """
         held = {n: numbers.changed.get(n, "") for n in self.updater.states.members}
         why = compare_tied(self.everyone.gather("what was changed in the optimizer", held))
         if why is not None:
@@ -309,9 +311,6 @@ class PipelineRuntime(Runtime):
         `flats` are the inputs of the model's graph, by micro-batch. `tangents_of` returns the tangents of a
         micro-batch's outputs; None for a forward alone. After a backward, gradients are where an update finds them. The
         `marker` records this rank's position.
-
-        `flats` are the inputs of the model's graph, by micro-batch. `tangents_of` gives the tangents of a micro-batch's outputs where there
-        is a backward; gradients are then where an update finds them. The `marker` is told where this rank is.
         """
         key = (schedule.name, schedule.micro_batches)
         if key not in staged.routes:

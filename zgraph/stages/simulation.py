@@ -100,9 +100,6 @@ def replay(
     `transfer` returns the seconds of one micro-batch's transfer from one stage to another (forward or backward); None
     means that it takes no time. `needs` tells which stages send to which; None is a chain. The schedule must have
     passed `check_table`. Raises `PlanError` for a deadlock.
-
-    `transfer` gives the seconds of one micro-batch's transfer from one stage to another (forward or backward); None means that it takes no time.
-    `needs` says which stages send to which; None is a chain. The schedule must have passed `check_table`. Raises `PlanError` for a deadlock.
     """
     waiting = waits(schedule, needs)
     readers: dict[Action, list[Action]] = defaultdict(list)

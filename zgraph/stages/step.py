@@ -203,7 +203,9 @@ def _joined(
 
 
 def _forwards(schedule: Schedule, micro_batches: int) -> Schedule:
-    """Return a schedule of the forwards alone, in the same order; for another number of micro-batches, stage by stage."""
+    """Return a schedule of the forwards alone, in the same order; for another number of micro-batches, stage by
+    stage.
+    """
     if micro_batches == schedule.micro_batches:
         rows = tuple(tuple(a for a in schedule.of(rank) if a.kind is Kind.F) for rank in range(schedule.ranks))
     else:

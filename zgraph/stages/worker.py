@@ -1,8 +1,9 @@
-"""Runs the programs of one stage for one step: its micro-batches' values from forward to backward, and its sums of gradients.
+"""Runs the programs of one stage for one step: its micro-batches' values from forward to backward, and its sums of
+gradients.
 
-[Note: gathers and reductions] A stage that ZeRO shards gathers its weights as its plan says: at stage 3 for each use, at 1 and 2 once a
-step, in the first forward, which hides them behind its own work. At stages 2 and 3 each backward reduces; at 0 and 1 the last one of
-the step does, with the sum of all.
+[Note: gathers and reductions] A stage that ZeRO shards gathers its weights as its plan says: at stage 3 for each
+use, at 1 and 2 once a step, in the first forward, which hides them behind its own work. At stages 2 and 3 each
+backward reduces; at 0 and 1 the last one of the step does, with the sum of all.
 """
 
 from __future__ import annotations
