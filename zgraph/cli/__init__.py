@@ -1,7 +1,7 @@
 """The command line: `zgraph`, or `python -m zgraph`.
 
-`app.py` puts the commands together, one file holds each of them, `targets.py` finds what they look at.
-Importing this package loads neither torch nor pydantic: commands import what they need when they run, so
+`app.py` puts the commands together, each has a file of its own, and `targets.py` finds the models and bundles that they
+look at. Importing this package loads neither torch nor pydantic: commands import what they need when they run, so
 `--help` is answered at once.
 """
 

@@ -1,7 +1,7 @@
-"""The commands under one name, and what all of them do with an error.
+"""The commands under one name, and how all of them report an error.
 
-Exit codes: 0 all is well, 1 a check failed, 2 wrong usage or an error. A `ZgraphError` is for the user: it
-goes to stderr whole, without a traceback. Any other exception is a bug of zgraph and keeps its traceback.
+Exit codes: 0 all is well, 1 a check failed, 2 wrong usage or an error. A `ZgraphError` is for the user: it is printed
+to stderr in full, without a traceback. Any other exception is a bug of zgraph and keeps its traceback.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def _runtime(target: str, plan: Plan, batch: str | None, output: Path | None, as
 
 
 def text_of_runtime(made: RuntimeBisection) -> str:
-    """The first node that differs in each program, for people."""
+    """Return text with the first node that differs in each program."""
     lines = [
         f"{s.program}: {s.node} is the first value that differs: {s.operator} of {s.module or '(root)'} {s.source}".rstrip()
         + f"\n  relative error {s.error:.3g}, allowed {s.allowed:.3g}"
@@ -98,7 +98,7 @@ def text_of_runtime(made: RuntimeBisection) -> str:
 
 
 def text_of(made: Bisection) -> str:
-    """The passes to blame for people, the first at length, and what every pass did."""
+    """Return text with the passes to blame, the first in detail, and the result of every pass."""
     where = f"{len(made.stages)} programs on {made.world} virtual rank(s)"
     lines = [f"{where}: no pass changes numerics"] if made.ok else []
     for number, culprit in enumerate(made.culprits):

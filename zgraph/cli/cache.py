@@ -1,4 +1,4 @@
-"""`zgraph cache`: what is kept for later processes."""
+"""`zgraph cache`: the compiled programs that are kept for later processes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _data(store: Store, found: list[Found]) -> dict[str, Any]:
 
 
 def _text(store: Store, found: list[Found]) -> str:
-    """The folder for people: how much there is of each model's programs, and what is damaged."""
+    """Return text with the sizes of each model's programs in the folder, and the damaged entries."""
     groups: dict[tuple[str, str, str], list[int]] = {}
     for entry in found:
         if not entry.fault:

@@ -1,4 +1,4 @@
-"""`zgraph calibrate`: measures what schedules and forecasts are made from, on this machine."""
+"""`zgraph calibrate`: measures the costs of schedules and forecasts on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`zgraph check`: everything that would fail, at once."""
+"""`zgraph check`: lists everything that would fail, at once."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def check(
 
 
 def text_of(made: Checked) -> str:
-    """The findings for people, errors first."""
+    """Return text with the findings, errors first."""
     lines: list[str] = []
     for level in LEVELS:
         for finding in made.findings:

@@ -1,4 +1,4 @@
-"""`zgraph ckpt`: what is in a checkpoint, whether it is whole, and how it becomes another."""
+"""`zgraph ckpt`: shows, verifies, compares, converts and exports checkpoints."""
 
 from __future__ import annotations
 
@@ -90,13 +90,13 @@ def _tag(found: dict[str, Any]) -> tuple[str, ...]:
 
 def _ranks(data: dict[str, Any]) -> str | None:
     mesh = ", ".join(f"{dim} {size}" for dim, size in data["mesh"].items())
-    if not mesh and data["world"] == 1:  # (of which nothing may be known)
+    if not mesh and data["world"] == 1:  # (1 may also mean that the number is not known)
         return None
     return f"{data['world']} rank(s)" + (f", mesh {mesh}" if mesh else "")
 
 
 def _plan(plan: dict[str, Any] | None) -> str | None:
-    """What of a plan is not as it is by default."""
+    """Return text with the fields of a plan that differ from the defaults; None without a plan."""
     from zgraph.plan.plan import Plan
 
     default = Plan().model_dump(mode="json")
@@ -106,12 +106,12 @@ def _plan(plan: dict[str, Any] | None) -> str | None:
 
 
 def _shown(values: dict[str, Any] | None) -> str | None:
-    """A table in a line."""
+    """Return a dict as one line of text."""
     return None if values is None else ", ".join(f"{k} {json.dumps(v)}" for k, v in values.items())
 
 
 def _plain(data: Any) -> Any:
-    """As JSON can hold it: what is no number there is its name."""
+    """Return data as JSON can store it: infinities and NaN become texts."""
     if isinstance(data, dict):
         return {k: _plain(v) for k, v in data.items()}
     if isinstance(data, (list, tuple)):

@@ -1,4 +1,4 @@
-"""What the command line shows of a DeepSpeed configuration."""
+"""The report on a DeepSpeed configuration, for the commands that print it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def show(path: Path, world: int | None, model: Any, as_json: bool, output: Path | None) -> Plan:
-    """Print what becomes of each key, and return the plan. Exits with 1 if a key is refused."""
+    """Print the report on a DeepSpeed configuration and return its plan. Exits with 1 if a key is refused."""
     from zgraph.deepspeed import report, usual_world
 
     ranks = world or usual_world(path)

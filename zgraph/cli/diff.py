@@ -1,4 +1,4 @@
-"""`zgraph diff`: what changed between two passes, two plans, or two bundles."""
+"""`zgraph diff`: the differences between the programs of two passes, two plans, or two bundles."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def diff(
         raise typer.BadParameter("a second target or --to-plan, not both")
 
     def seen(name: str, by: Path | None) -> Inspection:
-        """One of two targets; what a bundle has no use for is for the other one."""
+        """Look at one of two targets. A bundle gets no options, since these are for the other target."""
         if other is not None and bundle_folder(name):
             return look(name)
         return look(name, by, world, hardware, batch, stage=stage)
@@ -93,13 +93,14 @@ def diff(
 
 
 def _whole(found: Inspection, names: tuple[str, str], steps: dict[str, tuple[int, float, float, int]]) -> str:
-    """Both steps side by side, under their names."""
+    """Return a table of both steps side by side, under their names."""
     of = "whole step" if found.plan.mesh.get("pp", 1) == 1 else "programs of the stage"
     return table((of, *names), _rows(steps["before"], steps["after"]))
 
 
 def _step(found: Inspection) -> tuple[int, float, float, int]:
-    """Ranks, seconds, exposed seconds and bytes at the peak of a whole step, with its update and what is held besides."""
+    """Return the ranks, seconds, exposed seconds and peak bytes of a whole step, with its update and its resident
+    memory."""
     from zgraph.inspection.memory import peak_of
 
     return found.world, found.forecast.seconds, found.forecast.exposed, peak_of(found).bytes
@@ -115,7 +116,8 @@ def _rows(a: tuple[int, float, float, int], b: tuple[int, float, float, int]) ->
 
 
 def text_of(found: Difference, program: str, shown: int | None) -> str:
-    """The difference for people, with so many nodes of each kind by name. Its figures are those of the `program` alone."""
+    """Return text with the difference, and up to `shown` nodes of each kind by name. Its figures are those of the
+    `program` alone."""
     a, b = found.figures
     rows = [
         ("nodes", *map(str, found.nodes), f"{found.nodes[1] - found.nodes[0]:+}"),

@@ -50,7 +50,7 @@ class Changed(StrEnum):
 
 
 class DumpCommand(TyperCommand):
-    """`--print-changed` may stand alone (typer's own options that take a value must have one)."""
+    """The command whose `--print-changed` may be given without a value, which typer's own options can't."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, ["--print-changed=whole" if a == "--print-changed" else a for a in args])
@@ -141,7 +141,7 @@ def _refuse_conflicts(
     both: bool,
     output: Path | None,
 ) -> None:
-    """Raise `BadParameter` for options that exclude each other; `both` --update and --program do."""
+    """Raise `BadParameter` for options that exclude each other; `both`: --update and --program are given."""
     if filter is not None and form not in (Format.TEXT, Format.DOT):
         raise typer.BadParameter(f"--format {form} is of whole programs: leave out --filter")
     if changed is not None and form is not Format.TEXT:
@@ -157,7 +157,7 @@ def _refuse_conflicts(
 
 
 def _refuse_unknown(target: str, plan: Path | None, update: bool, wanted: list[str]) -> None:
-    """Raise `PassError` for passes that are not in the pipeline: before the capture, which takes its time."""
+    """Raise `PassError` for passes that are not in the pipeline, before the capture, which takes longer."""
     if wanted and bundle_folder(target) is None:
         the_plan = load_plan(plan)
         planned = [p.name for training in (True, False) for p in planned_passes(the_plan, update, training=training)]
@@ -204,7 +204,7 @@ def _rendered(
 
 
 def _changes(way: Way, changed: Changed, filter: str | None) -> str:
-    """Each program that a pass changed, or its difference from the one before, under the pass's name."""
+    """Return each program that a pass changed, or its difference from the one before, under the pass's name."""
     from zgraph.program.printer import diff, render
 
     parts: list[str] = []
@@ -218,8 +218,12 @@ def _changes(way: Way, changed: Changed, filter: str | None) -> str:
 
 
 def rank_place(program: Program, rank: int, params: str = "*") -> dict[str, Any]:
-    """A rank's place in the mesh, the ranks of its groups; of the parameters that match a glob its part, where ranks divide them, and its
-    rows of that."""
+    """Return a rank's coordinates in the mesh, the ranks of its groups, and its parts and rows of the parameters that
+    match a glob.
+
+    A part is what the rank holds of a parameter that ranks divide (tensor parallelism), and rows are its shard of that
+    part.
+    """
     from zgraph.verification.virtual_ranks import coordinates, group_ranks
 
     at = coordinates(program.mesh, rank)
@@ -260,6 +264,6 @@ def _rank_text(place: dict[str, Any]) -> str:
 
 
 def _ranges(ranks: list[int]) -> str:
-    """ "0, 4, 8" or, without gaps, "0 to 7"."""
+    """Return ranks as text: "0, 4, 8" or, without gaps, "0 to 7"."""
     whole = len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1))
     return f"{ranks[0]} to {ranks[-1]}" if whole else ", ".join(map(str, ranks))

@@ -1,4 +1,4 @@
-"""`zgraph env`: the machine, as a report of a bug needs it."""
+"""`zgraph env`: describes the machine, for a bug report."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def env(output: OutputOption = None, as_json: JsonOption = False) -> None:
 
 
 def text_of(found: Environment) -> str:
-    """The machine for people, a line for each fact."""
+    """Return text that describes the machine, with a line for each fact."""
     lines: list[str] = []
     data = found.to_json()
     missing = data.pop("missing")

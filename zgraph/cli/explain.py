@@ -1,4 +1,4 @@
-"""`zgraph explain`: why a node, a parameter, a pass or the peak is as it is, and what was missed."""
+"""`zgraph explain`: tells why a node, a parameter, a pass or the peak is as it is, and what was missed."""
 
 from __future__ import annotations
 

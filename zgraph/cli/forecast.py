@@ -1,4 +1,4 @@
-"""`zgraph forecast`: how long a step will take on some hardware, and how much memory, without running it."""
+"""`zgraph forecast`: predicts a step's time and memory on some hardware, without running it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`zgraph launch`: a script on the ranks of one machine or several, by DeepSpeed's options."""
+"""`zgraph launch`: starts a script on the ranks of one machine or several, by DeepSpeed's options."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def launch(
 def _hosts(
     hostfile: Path | None, include: str, exclude: str, num_nodes: int | None, num_gpus: int | None
 ) -> tuple[Hosts, bool]:
-    """The slots that are meant, and whether they are all of each machine's."""
+    """Return the chosen slots, and whether they are all slots of each machine."""
     if hostfile is None:
         slots = num_gpus or _devices()
         known: Hosts = {"localhost": list(range(max(slots, 1)))}
@@ -109,7 +109,7 @@ def _hosts(
 
 
 def _devices() -> int:
-    """The GPUs of this machine. (torch is loaded for it alone.)"""
+    """Count the GPUs of this machine. (Only this needs torch.)"""
     import torch
 
     return torch.cuda.device_count()

@@ -1,4 +1,5 @@
-"""`zgraph memory`: the forecast peak, when it is and who holds it; a check for CI; a snapshot for PyTorch's memory visualiser."""
+"""`zgraph memory`: forecasts the peak, when it is and what holds it, checks bounds, and writes a snapshot for
+PyTorch's memory visualiser."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from zgraph.inspection.inspection import Inspection
     from zgraph.inspection.memory import Peak
 
-TOP = 3  # holders that a failed check names
+TOP = 3  # the number of values that a failed check names
 
 
 def memory(
@@ -55,7 +56,7 @@ def memory(
     """Forecast the peak of a step: when it is, and who holds it, by category and module."""
     from zgraph.inspection.memory import data_of, parse_bound, peak_of
 
-    wanted = [(text, parse_bound(text)) for text in bounds or ()]  # (what says nothing is refused before the capture)
+    wanted = [(text, parse_bound(text)) for text in bounds or ()]  # (an invalid bound is refused before the capture)
     found = look(target, plan, world, hardware, batch, program=program, stage=stage, at=at)
     checked = [(text, bound, peak_of(found, category=bound.category)) for text, bound in wanted]
     checks = [{"bound": text, "bytes": top.bytes, "holds": bound.holds(top.bytes)} for text, bound, top in checked]
@@ -75,7 +76,7 @@ def memory(
 
 
 def text_of(found: Inspection, peak: Peak) -> str:
-    """The peak for people."""
+    """Return text with the peak, its categories and modules, and the largest values."""
     where = f"in {peak.program} at {peak.node}, {milliseconds(peak.seconds)} after its start"
     lines = [f"peak {shown_bytes(peak.bytes)} {where}; {found.world} rank(s) of {found.costs.hardware.name}"]
     measured = found.measured.get("peak")

@@ -1,6 +1,6 @@
-"""How commands answer: text or JSON, to the terminal, a pipe or a file; what is going on goes to stderr.
+"""The output of commands: text or JSON, to the terminal, a pipe or a file; progress goes to stderr.
 
-Colour is for a terminal, and not where NO_COLOR (https://no-color.org) is set. In a pipe lines are as long as they are.
+Colour is used in a terminal, unless NO_COLOR (https://no-color.org) is set. In a pipe, lines are not wrapped.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import typer
 
 from zgraph.errors import TargetError
 
-CHECK_FAILED = 1  # the exit code of a command that looked, and found what it should not
+CHECK_FAILED = 1  # the exit code of a command whose check failed
 
 
 def give(data: Any, text: str, as_json: bool, output: Path | None) -> None:
-    """Answer with `data` as JSON, or with `text`."""
+    """Write `data` as JSON, or else `text`."""
     write(json.dumps(data, indent=1, allow_nan=False) if as_json else text, output)
 
 
 def write(text: str, output: Path | None) -> None:
-    """Print text, or put it in a file (a line on stderr says so)."""
+    """Print text, or write it to a file and say so on stderr."""
     text = text.rstrip("\n")
     if output is None:
         typer.echo(text, color=use_color(sys.stdout))
@@ -35,7 +35,7 @@ def write(text: str, output: Path | None) -> None:
 
 
 def write_file(content: bytes, output: Path) -> None:
-    """Put bytes in a file, and say so on stderr. Raises `TargetError` where that can't be done."""
+    """Write bytes to a file and say so on stderr. Raises `TargetError` if that fails."""
     try:
         output.write_bytes(content)
     except OSError as error:
@@ -44,7 +44,7 @@ def write_file(content: bytes, output: Path) -> None:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Rows under their heads, in columns: text to the left, numbers (given as such, or with a unit) to the right."""
+    """Return rows as a table under their heads: text is aligned left, numbers (alone, or with a unit) right."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -68,13 +68,13 @@ def _number(cell: Any) -> bool:
 
 
 def use_color(stream: Any) -> bool:
-    """Whether this is a terminal that wants colour."""
+    """Return whether a stream is a terminal that should get colour."""
     return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb" and bool(stream.isatty())
 
 
 @contextlib.contextmanager
 def progress(what: str) -> Iterator[Callable[[str], None]]:
-    """While this lasts, a terminal sees what is being done; what it yields is told of each part."""
+    """Show in a terminal what is being done inside the block; yield a function that shows the present part."""
     if not sys.stderr.isatty():
         yield lambda part: None
         return

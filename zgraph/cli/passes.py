@@ -1,4 +1,4 @@
-"""`zgraph passes`: the pipeline of a plan; with a target also what each pass did to it."""
+"""`zgraph passes`: lists the pass pipeline of a plan; with a target, also what each pass did to its program."""
 
 from __future__ import annotations
 

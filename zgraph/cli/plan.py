@@ -1,4 +1,4 @@
-"""`zgraph plan`: plans compared on a model, or the best one looked for."""
+"""`zgraph plan`: compares plans on a model, or searches for the best one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from zgraph.inspection.compare_plans import Evaluation
     from zgraph.plan.plan import Plan
 
-INTERRUPTED = 130  # as shells have it
+INTERRUPTED = 130  # the exit code that shells use after SIGINT
 SUFFIXES = (".toml", ".yaml", ".yml", ".json")
 
 
@@ -125,7 +125,7 @@ def plan(
 
 @contextlib.contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """Inside, SIGTERM is a KeyboardInterrupt, as Ctrl-C is."""
+    """Turn SIGTERM into KeyboardInterrupt inside the block, as Ctrl-C is."""
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
@@ -138,7 +138,8 @@ def _terminated_as_interrupted() -> Iterator[None]:
 
 
 def _ranks(given: dict[str, Plan], world: int | None) -> int:
-    """The number of ranks that all plans are compared for. Raises `TargetError` where their meshes are of different ones."""
+    """Return the number of ranks that all plans are compared for. Raises `TargetError` if their meshes have
+    different numbers of ranks."""
     if world is not None:
         return world
     found = {name: resolve_world(plan, None) for name, plan in given.items()}
@@ -149,7 +150,7 @@ def _ranks(given: dict[str, Plan], world: int | None) -> int:
 
 
 def _text(ranked: list[Evaluation], best: Evaluation | None, ranks: int) -> str:
-    """The plans as a table, and which is the best."""
+    """Return text with a table of the plans, and the best one."""
     staged = any(e.bubble is not None for e in ranked)
     head = ("plan", "step", *(("bubble",) if staged else ()), "exposed", "peak", "of", "fits", "to the best")
     lines = [table(head, [_row(e, best, staged) for e in ranked]), ""]
@@ -160,7 +161,7 @@ def _text(ranked: list[Evaluation], best: Evaluation | None, ranks: int) -> str:
 
 
 def _row(found: Evaluation, best: Evaluation | None, staged: bool) -> tuple[str, ...]:
-    """Its cells; those of `staged` rows have the bubble of a pipeline."""
+    """Return the cells of a plan's row; with `staged`, one of them is the pipeline's bubble."""
     bubble = (f"{found.bubble:.1%}" if found.bubble is not None else "",) if staged else ()
     if not found.possible:
         return (found.name, "", *bubble, "", "", shown_bytes(found.limit), "no", "")

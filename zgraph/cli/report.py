@@ -1,4 +1,4 @@
-"""`zgraph report`: all that can be seen of a step as one HTML page."""
+"""`zgraph report`: writes everything about a step as one HTML page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`zgraph repro`: a pass that failed, run again from the folder that it left."""
+"""`zgraph repro`: runs a failed pass again, from the reproducer folder that it left."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def repro(
 
 
 def text_of(found: Replay) -> str:
-    """What came of it, for people."""
+    """Return text with the result of the replay."""
     if found.now is None:
         lines = [f"{', '.join(found.passes)}: nothing fails any more", "", "it was:", *_told(found.before)]
     elif found.same:

@@ -1,4 +1,4 @@
-"""What commands look at: the target's model and inputs, the plan, the number of ranks.
+"""Resolving the arguments of commands: the target's model and inputs, the plan, the number of ranks.
 
 package.module:factory    a callable that returns (model, inputs); the current directory is on the path
 hf:DIR                    a folder with a transformers config.json; the model is made on the meta device
@@ -45,15 +45,18 @@ DEFAULT_HARDWARE = "h100-80g"
 
 @dataclass(frozen=True)
 class Target:
-    """A model that is not compiled, and the inputs (args or kwargs) of one rank's batch."""
+    """A plain model with inputs for it."""
 
-    model: nn.Module
-    inputs: Inputs
+    model: nn.Module  # not compiled
+    inputs: Inputs  # the args or kwargs of one rank's batch
 
 
 def load_target(text: str, batch: str | None = None, *, weights: bool = False) -> Target:
-    """Import a target and call its factory. `batch` ("4x512") is that of a transformers' one, which has numbers only with `weights`.
-    Raises `TargetError` with the nearest right name."""
+    """Import a target and call its factory; or make a transformers model with inputs of size `batch` ("4x512").
+
+    With `weights` the transformers model has random weights, else it is on the meta device. Raises `TargetError` with the
+    nearest known name.
+    """
     if text.startswith(HF):
         from zgraph.cli.transformers_target import load
 
@@ -69,14 +72,14 @@ def load_target(text: str, batch: str | None = None, *, weights: bool = False) -
 
 
 def load_plan(path: Path | None) -> Plan:
-    """The plan in a file, the default one without. Raises `PlanError`."""
+    """Return the plan in a file, or the default plan without one. Raises `PlanError`."""
     from zgraph.plan.plan import Plan
 
     return Plan() if path is None else Plan.load(path)
 
 
 def resolve_world(plan: Plan, world: int | None) -> int:
-    """The number of ranks asked for, else that of the plan's mesh with 2 for its -1. Raises `MeshError`."""
+    """Return the number of ranks asked for, else that of the plan's mesh with 2 for its -1. Raises `MeshError`."""
     if world is None:
         world = plan.usual_world()
     plan.resolve_mesh(world)
@@ -84,7 +87,7 @@ def resolve_world(plan: Plan, world: int | None) -> int:
 
 
 def planned_passes(plan: Plan, update: bool, *, training: bool = True) -> list[Pass]:
-    """The passes that a plan runs over a step, or over its update."""
+    """Return the passes that a plan runs on a step's program, or on its update program."""
     from zgraph.build.pass_pipeline import build, build_update_passes
 
     return build_update_passes(plan) if update else build(plan, training=training)
@@ -102,17 +105,20 @@ def look(
     stage: int | None = None,
     at: Sequence[str] | None = None,
 ) -> Inspection:
-    """The step that a target's text stands for: what the plan makes of a model, or what lies in a bundle. Of a plan with a pipeline it is
-    one `stage`, by default the first, which stderr is told. Raises what finding and capturing raise, `TargetError` for a `program` that
-    there is none of, for a stage of a plan without a pipeline, and for options that a bundle has no use for: it is of one plan, world and
-    hardware. With sizes to look `at` ("seq=512") its programs are static ones."""
+    """Return the inspection of a target: of the step that the plan makes of a model, or of a bundle.
+
+    For a plan with a pipeline it is that of one `stage`, by default the first, with a note on stderr. With sizes `at`
+    ("seq=512") its programs have static sizes. Raises what loading and capturing raise, `TargetError` for an unknown
+    `program`, for a stage of a plan without a pipeline, and for options with a bundle, which has its own plan, world
+    and hardware.
+    """
     sizes = parse_sizes(at or ())
     found = _look(text, plan, world, hardware, batch, pass_filter, stage).only(program)
     return found.at(sizes) if sizes else found
 
 
 def parse_sizes(given: Sequence[str]) -> dict[str, int]:
-    """Sizes by name, of texts such as "seq=512". Raises `TargetError` for one that is not so."""
+    """Parse texts such as "seq=512" into sizes by name. Raises `TargetError` for an invalid one."""
     found = {}
     for text in given:
         name, sign, number = text.partition("=")
@@ -179,8 +185,8 @@ def look_at_pipeline(
     hardware: str | None = None,
     batch: str | None = None,
 ) -> PipelineForecast | None:
-    """The forecast of the whole pipeline that a plan makes of a model; None for a plan without one, and for a bundle. Raises what `look`
-    does."""
+    """Forecast the whole pipeline of a plan on a model; return None for a plan without a pipeline, and for a bundle.
+    Raises what `look` does."""
     if bundle_folder(text) is not None:
         return None
     the_plan = with_hardware(load_plan(plan), hardware)
@@ -196,7 +202,8 @@ def look_at_pipeline(
 
 
 def way_of(found: Inspection, program: str | None, update: bool) -> Way:
-    """The program of a step that options ask for. Raises `TargetError` where there is none."""
+    """Return the program of a step that options ask for. Raises `TargetError` for an unknown one, `PlanError` if
+    there is no update."""
     if program is not None:
         return found.way(program)
     if not update:
@@ -209,7 +216,8 @@ def way_of(found: Inspection, program: str | None, update: bool) -> Way:
 
 
 def bundle_folder(text: str) -> Path | None:
-    """The folder that a target's text names, if it is one: there is no example of that name, or it is a path."""
+    """Return the folder that a target's text names, if it is a path, or a folder without an example of that name;
+    else None."""
     path = Path(text)
     if text.startswith("hf:") or (":" in text and not path.exists()):
         return None
@@ -219,16 +227,17 @@ def bundle_folder(text: str) -> Path | None:
 
 
 def with_hardware(plan: Plan, hardware: str | None) -> Plan:
-    """The plan with the hardware that is asked for, else its own, else the default: schedules are made for it. Raises `PlanError`."""
+    """Return the plan with the hardware that is asked for, else its own, else the default, since schedules depend on
+    it. Raises `PlanError`."""
     from zgraph.build.pass_pipeline import costs_of
 
     plan = plan.model_copy(update={"hardware": hardware or plan.hardware or DEFAULT_HARDWARE})
-    costs_of(plan)  # (what is wrong with it is said before the capture)
+    costs_of(plan)  # (raises before the capture if the hardware is wrong)
     return plan
 
 
 def refuse_bundle(text: str, command: str) -> None:
-    """Raise `TargetError` for the folder of a bundle, which holds programs and no model."""
+    """Raise `TargetError` for a folder, which may be a bundle: it has programs and no model."""
     if bundle_folder(text) is not None:
         raise TargetError(
             f"zgraph {command} needs the model",
@@ -240,7 +249,7 @@ def refuse_bundle(text: str, command: str) -> None:
 
 # -- finding a factory -------------------------------------------------------------------------
 def on_path() -> None:
-    """Let modules of the current directory be imported."""
+    """Make modules of the current directory importable."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
 
@@ -269,7 +278,7 @@ def _module(name: str, target: str) -> ModuleType:
 
 
 def _siblings(name: str) -> list[str]:
-    """The modules next to where `name` would be: in its package, or in the current directory."""
+    """Return the modules next to where `name` would be: in its package, or in the current directory."""
     package, _, _ = name.rpartition(".")
     if not package:
         return [m.name for m in pkgutil.iter_modules([os.getcwd()])]
@@ -305,7 +314,7 @@ def _example(name: str) -> ModuleType:
 
 
 def _examples() -> dict[str, Path]:
-    """The examples by name; the nearest folder counts first."""
+    """Return the examples by name, preferring those of the nearest folder."""
     found: dict[str, Path] = {}
     for folder in _example_folders():
         for path in sorted(folder.glob("*.py")):
@@ -367,7 +376,7 @@ def _import_failed(name: str, error: BaseException) -> TargetError:
 
 
 def _frame(error: BaseException) -> str | None:
-    """The innermost "file:line" of the user's that an exception went through."""
+    """Return the user's innermost "file:line" that an exception went through; None if there is none."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     mine = Path(__file__).parent

@@ -1,4 +1,4 @@
-"""`zgraph timeline`: the simulated step as a trace for Perfetto, or beside a profile of a real run."""
+"""`zgraph timeline`: writes the simulated step as a trace for Perfetto, or compares it with a profile of a real run."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def timeline(
 
 
 def _text(made: Comparison) -> str:
-    """A forecast beside a profile, the nodes first that differ most."""
+    """Return text that compares a forecast with a profile, the nodes that differ most first."""
     worst = sorted(made.rows, key=lambda row: -abs(row.measured - row.forecast))[:SHOWN]
     rows = [
         (
@@ -101,7 +101,7 @@ def _text(made: Comparison) -> str:
 
 
 def read_profile(path: Path) -> dict[str, object]:
-    """A Chrome trace that torch.profiler exported. Raises `TargetError`."""
+    """Read a Chrome trace that torch.profiler exported. Raises `TargetError`."""
     import gzip
 
     try:

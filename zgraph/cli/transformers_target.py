@@ -1,4 +1,4 @@
-"""A target from transformers: the model of a config.json on the meta device, and a batch that it can take."""
+"""A target from transformers: the model of a config.json, and a batch for it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ DEFAULT_BATCH = "1x512"
 
 
 def load(folder: str, batch: str | None, *, weights: bool = False) -> tuple[Any, dict[str, Any]]:
-    """(the model of `folder`/config.json; its inputs, with labels where it takes some). `batch` is "rows" or "rows x tokens". The model is
-    on the meta device and inputs are zeros; with `weights` both have random numbers. Nothing is fetched, and no code of the folder is run.
-    Raises `TargetError`."""
+    """Return the model of `folder`/config.json, and its inputs, with labels if it takes some.
+
+    `batch` is "rows" or "rows x tokens". The model is on the meta device and inputs are zeros; with `weights` both have
+    random numbers. Nothing is downloaded, and no code of the folder is run. Raises `TargetError`.
+    """
     rows, length = _batch(batch or DEFAULT_BATCH)
     made = _made(Path(folder), f"target 'hf:{folder}'", "cpu" if weights else "meta", use_cache=False)
     inputs = _inputs(made, made.config, rows, length)
@@ -23,7 +25,8 @@ def load(folder: str, batch: str | None, *, weights: bool = False) -> tuple[Any,
 
 
 def empty(folder: Path) -> Any:
-    """The model of a folder's config.json on the meta device, with its generation_config.json, if it has one. Raises `TargetError`."""
+    """Return the model of a folder's config.json on the meta device, with its generation_config.json if there is
+    one. Raises `TargetError`."""
     made = _made(folder, "--config", "meta")
     if (folder / "generation_config.json").is_file():
         from transformers import GenerationConfig
@@ -77,7 +80,7 @@ def _inputs(model: Any, config: Any, rows: int, length: int) -> dict[str, Any]:
 
 
 def _drawn(inputs: dict[str, Any], config: Any) -> dict[str, Any]:
-    """Inputs of the same shapes, with numbers that a model can take: each row another."""
+    """Return random inputs of the same shapes, with values that the model can take, and different rows."""
     import torch
 
     generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""`zgraph verify`: the program on virtual ranks, or the compiled code on real ones, against the plain model."""
+"""`zgraph verify`: compares a program on virtual ranks, or its compiled code on real ones, with the plain model."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def verify(
         "first": None if report.first is None else _data(report.first),
         "worst": worst,
     }
-    if int(os.environ.get("RANK", 0)) == 0 or not compiled:  # (all ranks have the same to say)
+    if int(os.environ.get("RANK", 0)) == 0 or not compiled:  # (all ranks have the same result)
         give(values, str(report), as_json, output)
     if not report.ok:
         raise typer.Exit(CHECK_FAILED)
@@ -91,12 +91,13 @@ def _data(found: Difference) -> dict[str, Any]:
 
 
 def _finite(error: float) -> float | None:
-    """JSON has no infinity: an error that can't be measured (another shape) is null there."""
+    """Return None for an error that can't be measured (another shape): JSON has no infinity."""
     return error if math.isfinite(error) else None
 
 
 def batch_of_all(inputs: Inputs, ranks: int) -> Inputs:
-    """The batch of so many ranks with different rows, made of one rank's; what can't be found out with it is said."""
+    """Return a batch for `ranks` ranks with different rows, made from one rank's; print a note if the rows can't
+    differ."""
     made, different = global_batch(inputs, ranks)
     if not different and ranks > 1:
         said = "note: the batch has one row, so all ranks see the same data: a missing reduction is not found"
@@ -105,11 +106,11 @@ def batch_of_all(inputs: Inputs, ranks: int) -> Inputs:
 
 
 def global_batch(inputs: Inputs, world: int) -> tuple[Inputs, bool]:
-    """(the batch of all ranks, do they see different data?) made of one rank's batch.
+    """Return the batch of all ranks, made from one rank's batch, and whether the ranks see different data.
 
-    Rank 0 gets the rows as they are, each other rank as many, drawn with replacement: with equal rows
-    everywhere the mean over ranks would be what each rank has already, and a missing reduction would not be
-    seen. A row is drawn from all inputs alike, so inputs and targets stay together.
+    Rank 0 gets the rows as they are, each other rank as many, drawn with replacement: if all ranks had equal rows, the mean
+    over ranks would equal each rank's own value, and a missing reduction would not be detected. All inputs draw the same
+    rows, so inputs and targets stay together.
     """
     import torch
     from torch.utils import _pytree as pytree
