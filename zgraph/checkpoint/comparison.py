@@ -30,7 +30,7 @@ class Different:
 
 @dataclass
 class Comparison:
-    """What two checkpoints differ in."""
+    """The differences between two checkpoints."""
 
     same: int = 0  # how many tensors are equal bit for bit
     different: list[Different] = field(default_factory=list)  # tensors that both have and that differ

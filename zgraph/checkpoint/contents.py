@@ -1,4 +1,4 @@
-"""What is in a checkpoint, and in a folder of them, as data; and a check that all of it can be read."""
+"""The contents of a checkpoint, and of a folder of them, as data; and a check that all of a checkpoint can be read."""
 
 from __future__ import annotations
 

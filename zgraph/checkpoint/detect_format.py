@@ -1,4 +1,4 @@
-"""Find out which checkpoint a path means, and of which system it is, from the files in the folder."""
+"""Find out which checkpoint a path means, and which system wrote it, from the files in the folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNIVERSAL = "latest_universal"
 
 
 def open_checkpoint(path: Path, tag: str | None = None) -> Source:
-    """Open the checkpoint `tag` in a folder of checkpoints (by default the one that `latest` names), or the checkpoint
+    """Open the checkpoint `tag` in a folder of checkpoints (by default that in the file `latest`), or the checkpoint
     that the folder or file itself is: zgraph's, DeepSpeed's, plain torch.distributed.checkpoint's, or weights as
     safetensors. Raises `CheckpointError`."""
     try:

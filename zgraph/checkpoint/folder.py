@@ -117,7 +117,7 @@ def partial_of(folder: Path, tag: str) -> Path:
 
 def begin(folder: Path, tag: str) -> Unfinished:
     """Make an empty folder to write into, and remove what earlier saves left unfinished. Raises `OSError`, and
-    `CheckpointError` where the tag names something other than a checkpoint, or another save of it is running."""
+    `CheckpointError` if the tag names something other than a checkpoint, or another save of the tag is running."""
     place = folder / tag
     if os.path.lexists(place) and (place.is_symlink() or manifest.serial_of(place) is None):
         raise CheckpointError(

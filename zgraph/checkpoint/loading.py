@@ -47,7 +47,7 @@ STEP = "step"
 
 @dataclass
 class Loading:
-    """What a load is to write into the model and its optimizer: first `tensors`, then `copies`, then `fresh`."""
+    """The reads and writes of a load into the model and its optimizer: first `tensors`, then `copies`, then `fresh`."""
 
     # targets to read into, by the tensor's name in the checkpoint
     tensors: dict[str, list[torch.Tensor]] = field(default_factory=dict)
@@ -238,8 +238,8 @@ def _client_state(everyone: Agreement, source: Checkpoint) -> dict[str, Any]:
 
 
 def planned(runtime: Runtime, source: Source, optimizer: bool) -> Loading:
-    """Decide which tensor of a checkpoint goes into which of the model. Raises `CheckpointError` unless the checkpoint
-    has every weight of the model, in its shape, and no others."""
+    """Match the tensors of a checkpoint with those of the model and its optimizer. Raises `CheckpointError` unless the
+    checkpoint has every weight of the model, in its shape, and no others."""
     loading = Loading()
     module, shards = runtime.module, runtime.shards
     names: dict[int, list[str]] = {}

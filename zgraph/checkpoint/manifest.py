@@ -45,7 +45,7 @@ def own_file(rank: int) -> str:
 
 @dataclass
 class FileEntry:
-    """What the manifest says of one file: a safetensors file has `header` and `pieces`, any other a `checksum`."""
+    """The manifest's entry for one file: a safetensors file has `header` and `pieces`, any other a `checksum`."""
 
     nbytes: int  # its size
     checksum: str = ""  # of all of its bytes; "" for a safetensors file

@@ -1,5 +1,5 @@
-"""Which copy of a weight has the most digits: its fp32 master, unless the weight was changed since the master was
-written.
+"""The choice between a weight and its fp32 master: the master, which has more digits, unless the weight was changed
+since the master was written.
 
 A weight that the user has written to no longer matches its master. Then the weight counts, as it does in the next
 update.

@@ -38,8 +38,8 @@ class View:
     offset: int  # the element of the source that it begins at
 
     def cut(self, shape: tuple[int, ...], block: Block, held: torch.Tensor) -> tuple[Block, torch.Tensor] | None:
-        """Return (box of this tensor, its numbers) for what comes from `held`, a block of the source of shape `shape`;
-        None if nothing of it does. Raises `CheckpointError` and `UnsupportedError`."""
+        """Return (box of this tensor, its numbers) for the numbers that `held` has of it, a block of the source, whose
+        whole shape is `shape`; None if it has none of them. Raises `CheckpointError` and `UnsupportedError`."""
         if self.sizes == shape and self.strides == row_by_row(shape) and not self.offset:
             return block, held
         if not shape:

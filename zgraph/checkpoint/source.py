@@ -1,4 +1,5 @@
-"""What a checkpoint of any system is to its readers: tensors by name, in blocks, and what is known of the run besides.
+"""The form in which checkpoints of all systems are read: tensors by name, in blocks, and what is known of the run
+besides.
 
 Names are `model.NAME` for parameters and buffers, `optimizer.state.NAME.KEY` for what an optimizer keeps of a parameter
 (as torch's flattened optimizer state dicts have it), and `client.RANK.N` for tensors of the user's own. One reader of

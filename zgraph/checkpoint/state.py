@@ -1,4 +1,4 @@
-"""What a checkpoint of a compiled model holds: its tensors by name, and what is known of the run besides.
+"""The contents of a compiled model's checkpoint: its tensors by name, and what is known of the run besides.
 
 A parameter is saved under every name it has, so that plain PyTorch finds it. Buffers are saved by rank 0; in a
 pipeline, a buffer that a stage's forward changes is saved by that stage. Optimizer states are saved by the names of

@@ -85,8 +85,8 @@ class Files:
 
     @staticmethod
     def of(views: Sequence[View], dtypes: dict[str, torch.dtype], most: int) -> Files:
-        """Assign the tensors to as few files as keep each within `most` bytes of tensors; a larger tensor gets a file
-        of its own. `dtypes`: the dtype to write, by the source tensor's name."""
+        """Assign the tensors to as few files as possible with at most `most` bytes of tensors each; a larger tensor
+        gets a file of its own. `dtypes`: the dtype to write, by the source tensor's name."""
         groups: list[list[View]] = [[]]
         size = 0
         for view in views:
@@ -149,8 +149,8 @@ class _Writer:
                     os.fsync(descriptor)
 
     def write(self, view: View, box: Block, part: torch.Tensor, dtype: torch.dtype) -> None:
-        """Write the part of a tensor that fills this box of it. Raises `OSError`, and `CheckpointError` for numbers
-        that the dtype can't hold."""
+        """Write the part of a tensor that fills this box. Raises `OSError`, and `CheckpointError` for numbers that the
+        dtype can't hold."""
         file, piece = self._files.places[view.name]
         if file not in self._open:
             self._open[file] = os.open(self._folder / file, os.O_WRONLY | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""What a forecast counts in one program, before it computes seconds: operators, transfers, saved values.
+"""Counts of one program for a forecast, before seconds are computed: operators, transfers, saved values.
 
 Bytes of what the model computes depend on the batch and the sequence; bytes of shards, of gathered weights and of
 padded gradients depend on the number of ranks that share the parameter. The two are told apart here, at a number of
@@ -91,8 +91,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Node:
-    """What must be equal for two programs to have the same operators. Views are no nodes here: they take no time, and a
-    slice is left out at the size at which it is all of its input."""
+    """The facts of a node that must be equal for two programs to have the same operators. Views are no nodes here: they
+    take no time, and a slice is left out at the size at which it is all of its input."""
 
     name: str  # its name, for errors
     target: str  # what it calls
@@ -105,7 +105,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Counts:
-    """What was counted in one program."""
+    """The counts of one program."""
 
     nodes: tuple[Node, ...]  # all nodes but views, in order
     operators: tuple[Operator, ...]  # what takes time on the device

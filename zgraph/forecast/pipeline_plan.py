@@ -44,7 +44,7 @@ class PlannedStages:
     layout: dict[str, ParamSpec]  # the layout of all parameters, by name
     joint: Program  # the whole captured model
     partition: Partition  # where the model is cut, and the schedule
-    stages: Stages  # the captured programs of the stages, and what they send each other
+    stages: Stages  # the captured programs of the stages, and the values that they send each other
     held: tuple[Held, ...]  # the parameters that each rank along "pp" holds
     residents: tuple[ResidentMemoryByShare, ...]  # the memory that each rank along "pp" needs besides its programs
     steps: Sequence[StepProgram]  # the programs of each stage, in order
@@ -56,7 +56,7 @@ class PlannedStages:
 
     @property
     def balance(self) -> Balance:
-        """What each stage takes, according to the captured program."""
+        """The time and memory of each stage, according to the captured program."""
         return balance(self.joint, assign(self.joint, self.partition.cuts), self.costs)
 
     def step(self, stage: int) -> StepProgram:

@@ -41,7 +41,7 @@ SHOWN = 3  # the text shows this many categories of memory, and 2 more
 
 @dataclass(frozen=True)
 class StageForecast:
-    """What a stage takes of its rank for one micro-batch, after all passes."""
+    """The time and memory of a stage on its rank for one micro-batch, after all passes."""
 
     stage: int  # the stage's number
     rank: int  # the position of its rank along "pp"
@@ -60,7 +60,7 @@ class StageForecast:
 
 @dataclass(frozen=True)
 class Sent:
-    """What one stage sends another on another rank for a micro-batch."""
+    """The values that one stage sends another on another rank for a micro-batch."""
 
     source: int  # the stage that sends
     target: int  # the stage that receives
@@ -72,7 +72,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class RankForecast:
-    """What a rank takes in a step."""
+    """The time and memory of a rank in a step."""
 
     rank: int  # its position along "pp"
     stages: tuple[int, ...]  # the stages that it has
@@ -96,7 +96,7 @@ class PipelineForecast:
     world: int  # the number of ranks
     plan: Plan  # the plan
     costs: Costs  # the costs that it was simulated with
-    balance: Balance  # what each stage takes, according to the captured program
+    balance: Balance  # the time and memory of each stage, according to the captured program
     stages: tuple[StageForecast, ...]  # each stage for one micro-batch
     sent: tuple[Sent, ...]  # what stages on different ranks send each other
     timeline: Timeline  # the schedule, simulated
@@ -238,7 +238,7 @@ def besides(made: PlannedStages, stage: int) -> int:
 
 @dataclass(frozen=True)
 class _Seconds:
-    """How long each action takes. A forward's first gathers start before it waits for what it receives."""
+    """The time of each action. A forward's first gathers start before it waits for what it receives."""
 
     stages: Sequence[SimulatedStage]  # each stage, simulated
     variants: Mapping[Action, Variant]  # the variant of its stage's program that each action runs

@@ -9,7 +9,7 @@ overlapped.
 
     captures at a grid of sizes   ->  counts per node (`zgraph.forecast.counts`)  ->  polynomials  ->  kinds of equal operators
     runs of transfers, from which buckets are cut at any number of ranks                   ->  transfers, bytes
-    one more capture, other ranks ->  counts and the simulator's busy seconds: are the formulas right?
+    one more capture, other ranks ->  counts and the simulator's busy seconds, which the formulas must give
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class Culprit:
 
 @dataclass(frozen=True)
 class Bisection:
-    """What `bisect` found."""
+    """The result of `bisect`."""
 
     world: int  # the number of virtual ranks
     stages: tuple[Stage, ...]  # each pass's program, in the order they ran
@@ -196,7 +196,7 @@ class _Point:
 
 
 class _Search:
-    """What has been found so far. `failure` is the error of a pass that failed."""
+    """The findings so far. `failure` is the error of a pass that failed."""
 
     def __init__(self, costs: Costs) -> None:
         self.costs = costs

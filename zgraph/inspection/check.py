@@ -59,7 +59,7 @@ _FAR = 10**6  # a late step at which learning-rate schedules are tried
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check has found."""
+    """One finding of a check."""
 
     check: str  # the check's name
     level: str  # "error" (it will fail), "warning" (it costs or surprises) or "note"

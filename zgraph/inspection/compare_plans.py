@@ -30,7 +30,8 @@ RESERVE = (
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a plan takes for a rank's batch, by simulation; with a pipeline, on the rank that takes most."""
+    """The time and memory that a plan takes for a rank's batch, by simulation; with a pipeline, on the rank that takes
+    most."""
 
     name: str  # the plan's name in the comparison
     plan: Plan  # the plan
@@ -100,8 +101,8 @@ def search(
     said: Callable[[str], None] = lambda name: None,
 ) -> tuple[list[Evaluation], bool]:
     """Evaluate plans like `base` with every ZeRO stage and 1, 2, 4 … micro-batches (an elastic plan's own number),
-    within `limit` bytes; return them `ranked`, and whether all were evaluated. `said` is told of each before. An
-    interrupt (KeyboardInterrupt) ends the search early."""
+    within `limit` bytes; return them `ranked`, and whether all were evaluated. `said` is called with each plan's name
+    before. An interrupt (KeyboardInterrupt) ends the search early."""
     found: list[Evaluation] = []
     try:
         for plan in _variations(base, inputs, world, limit):

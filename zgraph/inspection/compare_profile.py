@@ -49,7 +49,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A simulated step beside a profile of it."""
+    """A simulated step compared with a profile."""
 
     rows: tuple[Row, ...]  # all rows
     ranges: tuple[tuple[str, float, float, int], ...]  # (name, seconds forecast, seconds measured, runs) of each range
@@ -232,7 +232,7 @@ def _expected(nodes: list[fx.Node], forecast: Forecast) -> dict[str, float]:
 
 
 def _strange(nodes: list[fx.Node], run: _Run) -> Counter[str]:
-    """Count the runs of each operator beyond the program's nodes of it. (Views and allocations are left out: programs
+    """Count the runs of each operator that exceed the nodes that call it. (Views and allocations are left out: programs
     lack or fold them.)"""
     ran = Counter(operator for operator, _ in run.operators)
     known = Counter(_event_name(node) for node in nodes)

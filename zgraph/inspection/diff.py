@@ -1,5 +1,5 @@
-"""What changed from one program to another: nodes added, removed, moved and changed, and bytes, time and peak before
-and after.
+"""The changes from one program to another: nodes added, removed, moved and changed, and bytes, time and peak before and
+after.
 
 Programs are compared as JSON, which live ones and those of a bundle both have, so no program is loaded. Nodes with
 equal names are the same node: passes keep names. Of the nodes in both, the moved ones are the fewest whose removal
@@ -65,7 +65,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Difference:
-    """What changed from one program to another."""
+    """The changes from one program to another."""
 
     before: str  # the name of the first
     after: str  # the name of the second

@@ -1,5 +1,4 @@
-"""Where a step's memory goes: the peak, the values alive there, and the curve over the step, by category and by
-module."""
+"""The memory of a step: the peak, the values alive at it, and the curve over the step, by category and by module."""
 
 from __future__ import annotations
 

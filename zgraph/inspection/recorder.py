@@ -59,7 +59,7 @@ class Recorder:
 
 def record(runtime: Runtime) -> None:
     """Start to write a bundle of this model if any rank has ZGRAPH_BUNDLE set. A second model of the process gets a
-    folder beside the first's. Raises `BundleError` on every rank if the one that is to write can't."""
+    folder beside the first's. Raises `BundleError` on every rank if the rank that is to write can't."""
     folder = os.environ.get(VARIABLE)
     if not runtime.everyone.any("a bundle", bool(folder)):
         return

@@ -40,7 +40,7 @@ class PartReport:
 
 
 class Report:
-    """Layouts, passes, collectives and kernels of everything compiled so far. `str()` of it is the text."""
+    """Layouts, passes, collectives and kernels of everything compiled so far. `str()` gives the text."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime

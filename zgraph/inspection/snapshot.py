@@ -25,7 +25,7 @@ RUN_FACTS = ("seconds", "verify_seconds", "nodes", "stats")
 
 @dataclass(frozen=True)
 class Figures:
-    """What a program takes, by simulation."""
+    """The time and memory that a program takes, by simulation."""
 
     seconds: float  # a run
     exposed: float  # seconds of communication in it that are not hidden
@@ -61,7 +61,7 @@ class Snapshot:
 
     @cached_property
     def figures(self) -> Figures:
-        """What the program takes, simulated."""
+        """The time and memory that the program takes, by simulation."""
         return self.make_figures()
 
 

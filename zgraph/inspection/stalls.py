@@ -1,4 +1,4 @@
-"""How long a simulated step waits for each transfer."""
+"""The seconds that a simulated step waits for each transfer."""
 
 from __future__ import annotations
 

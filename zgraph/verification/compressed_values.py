@@ -53,9 +53,7 @@ class SentValues:
             bound = torch.stack([b.chunk(len(group))[at] for b in bounds]).mean(0)
         else:
             exact, bound = torch.cat(sent).double(), torch.cat(bounds)
-        bound = bound + exact.abs() * torch.finfo(found.dtype).eps * len(
-            group
-        )  # (rounding of the sum and of its result)
+        bound = bound + exact.abs() * torch.finfo(found.dtype).eps * len(group)  # (rounding of the sum)
         wrong = (found.reshape(-1).double() - exact).abs()
         share = float((wrong / bound).max()) if wrong.numel() else 0.0
         what = "sent gradient" if node.target is MEAN_OF_BLOCKS else "sent value"

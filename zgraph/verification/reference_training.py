@@ -64,8 +64,8 @@ class Ran:
         return {_LOSS: torch.full_like(self.loss.detach(), weight)}
 
     def tangents_from_outputs(self, weight: float, reverse: bool) -> dict[str, torch.Tensor]:
-        """Return the tangents of a backward that starts from the outputs of which the loss is computed outside of the
-        model; if the loss is an output itself, from the loss.
+        """Return the tangents of a backward that starts from the model's outputs, if the loss is computed from them
+        outside of the model; if the loss is an output itself, of one that starts from the loss.
 
         A gradient of an output may have any strides: here the first dimension has the largest stride, with `reverse`
         the smallest.
@@ -221,9 +221,8 @@ class _Update:
     def __init__(self, model: nn.Module, specs: dict[str, ParamSpec], plan: Plan, device: torch.device) -> None:
         members, self.options = trained(model, specs, plan, 0.0)
         self.specs, self.device = specs, device
-        self.members = {
-            m.name: replace(m, count=f"/step/{m.name}") for m in members
-        }  # (each parameter has its own count of updates)
+        # (each parameter has its own count of updates)
+        self.members = {m.name: replace(m, count=f"/step/{m.name}") for m in members}
         self.held: dict[tuple[Any, str], torch.Tensor] = {}
         self.states: dict[str, dict[str, torch.Tensor]] = {}
         for key, first in (scaler.initial(self.options.loss_scale) if self.options.loss_scale else {}).items():

@@ -78,8 +78,8 @@ class VirtualPipeline:
 
     @cached_property
     def differences(self) -> list[Difference]:
-        """How far a step is from the plain model: values that cross and outputs in the order they are made, then
-        gradients and buffers."""
+        """The differences of a step from the plain model: values that cross and outputs in the order they are made,
+        then gradients and buffers."""
         duty = {s: d for p in range(self.schedule.ranks) for s, d in duties(self.schedule, p).items()}
         workers = [_Worker(self, stage, step, duty[stage]) for stage, step in enumerate(self.planned.steps)]
         replay(self.schedule, self.stages, lambda action, came: workers[action.stage].run(action, came))

@@ -58,9 +58,7 @@ from zgraph.update.owned_parameters import within
 from zgraph.verification.unshared_inputs import own_inputs
 from zgraph.verification.virtual_ranks import Watch, coordinates, group_ranks, run_virtual
 
-SCALE = (
-    2.0**8
-)  # the loss scale of half precision here: a power of two changes gradients only by saving them from underflow
+SCALE = 2.0**8  # the loss scale of half precision here; a power of two only saves gradients from underflow
 
 SHAKEN = 3  # runs of a model in double precision, each with other last bits
 OWN_ROUNDING = 8.0  # how many times the plain model's own rounding error the same operations in another order may have
@@ -445,7 +443,7 @@ class PlainRun:
         weight: float,
     ) -> None:
         """Compute the gradients of `weight` times the plain model's loss, and the tangents of the flat graph's
-        `outputs` from its own loss; `losses` are the two. Raises `ModelError` if there is none."""
+        `outputs` from its own loss; `losses` are the two. Raises `ModelError` if the output holds no loss."""
         loss, flat_loss = losses
         if loss is None or flat_loss is None:
             raise ModelError("the model's output holds no loss", hint="give a loss_fn")

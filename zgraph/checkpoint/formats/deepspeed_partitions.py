@@ -1,5 +1,4 @@
-"""Which elements of each parameter are in which of the partitions that DeepSpeed's ZeRO cuts parameters and states
-into.
+"""The partitions that DeepSpeed's ZeRO cuts parameters and states into, and which elements of a parameter each has.
 
 Stages 1 and 2 (Rajbhandari et al., 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models") lay
 the parameters of a group end to end, pad the whole, and give each rank an equal part: a parameter may begin on one rank
@@ -66,7 +65,7 @@ class Gathered:
 
 @dataclass
 class Read:
-    """What a checkpoint holds of a model, by the names of parameters."""
+    """The tensors that a checkpoint holds of a model, by the names of parameters."""
 
     weights: dict[str, Held] = field(default_factory=dict)  # the weights, by parameter
     # the optimizer's states by (parameter, key); the counts "step" are tensors in memory

@@ -1,4 +1,4 @@
-"""Which block of each parameter is in which of the files of DeepSpeed's tensor-parallel ranks.
+"""The division of parameters among DeepSpeed's tensor-parallel ranks, and their parts put together.
 
 DeepSpeed 0.19.8 writes it as `universal_checkpoint_info`, which its own conversion reads: the blocks of each parameter
 by rank (`affine_map`) and, for parameters without them, the patterns of names that are cut by rows, are whole on every
@@ -83,7 +83,7 @@ class Merged:
 
 
 class Layout:
-    """How the parameters of a checkpoint are divided over its tensor-parallel ranks."""
+    """The division of a checkpoint's parameters among its tensor-parallel ranks."""
 
     def __init__(self, info: Any, ranks: int, folder: Path) -> None:
         if not isinstance(info, dict):

@@ -76,8 +76,8 @@ def _save(value: Any, path: Path) -> None:
 
 
 class Content:
-    """What a DeepSpeed checkpoint holds of a source: `groups` of the names of trained parameters, the `frozen` ones,
-    and `buffers`.
+    """The part of a source that a DeepSpeed checkpoint can hold: `groups` of the names of trained parameters, the
+    `frozen` ones, and `buffers`.
 
     Raises `CheckpointError` for a source without an optimizer, or with states that are not shaped as their weights.
     """

@@ -20,7 +20,7 @@ _CARRIES = (Role.GATHER, Role.FETCH, Role.WAIT, Role.LAYOUT)  # roles of the nod
 
 @dataclass
 class _Uses:
-    """What a program does with one parameter."""
+    """The uses of one parameter in a program."""
 
     gathers: Counter[Phase] = field(default_factory=Counter)  # how often it is gathered, by phase
     fetches: int = 0  # how often it is fetched from its tier
