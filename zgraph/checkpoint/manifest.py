@@ -27,7 +27,7 @@ MOST_BYTES = 1 << 32
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 MARK = b',"checksum":"'
 _HEAD = re.compile(rb'\{"format":\d+,"serial":(\d{1,18}),')
-MOST_COUNTED = 1 << 40  # the most steps or samples that a run may say it had: some are counted through one by one
+MOST_COUNTED = 1 << 40  # the largest count of steps or samples that is accepted: one may be counted up to again
 MOST_CUT = 8  # the most dimensions along which a tensor may be divided into blocks
 _HEX = re.compile(r"[0-9a-f]{32}")
 
