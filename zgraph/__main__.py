@@ -1,4 +1,4 @@
-"""`python -m zgraph` is `zgraph`."""
+"""Makes `python -m zgraph` run the command line."""
 
 from __future__ import annotations
 

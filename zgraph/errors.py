@@ -63,7 +63,7 @@ class ZgraphError(Exception):
 
 
 class PlanError(ZgraphError, ValueError):
-    """A plan that can't be read, or holds a key or value that means nothing.
+    """A plan that can't be read, or has an unknown key or an invalid value.
 
     `where` is the plan key (`"mesh.dp"`), after file and line when the plan came from a file. `problems`
     holds one error per fault when there are several, and is empty when this error is the only one.
@@ -98,7 +98,7 @@ class SignatureError(ZgraphError):
 
 
 class StepError(ZgraphError, RuntimeError):
-    """A step that can't be taken: no gradients, no optimizer, a batch that does not divide."""
+    """A step that can't be run: no gradients, no optimizer, a batch that can't be divided."""
 
 
 class AssertionError(ZgraphError, builtins.AssertionError, RuntimeError):

@@ -196,7 +196,7 @@ class _Places:
         without `write`."""
         worst = self.runtime.everyone.most("what was done to whole weights", len(self._wrong))
         if worst or self.write:
-            self.runtime.weights_changed(list(self._params))  # (all, so that ranks do alike)
+            self.runtime.weights_changed(list(self._params))  # (all of them, so that all ranks do the same)
         if worst:
             name, done = self._wrong[0] if self._wrong else ("a weight", "changed on another rank")
             raise ModelError(

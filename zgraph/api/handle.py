@@ -272,7 +272,7 @@ class Handle(Compiled):
         if self.uncut is not None and not self.uncut.staged:
             self._accumulates = only
             return
-        with self.runtime.no_sync():  # (which a model in stages refuses)
+        with self.runtime.no_sync():  # (raises for a model in stages)
             pass
         self.runtime.accumulating = only
 
@@ -448,7 +448,8 @@ class Handle(Compiled):
 
     @property
     def optimizer(self) -> PlanOptimizer | None:
-        """The plan's optimizer as a `torch.optim.Optimizer`: its groups' numbers can be read and set. None without one."""
+        """The plan's optimizer as a `torch.optim.Optimizer`, whose groups can be read and changed; None if the plan
+        has none."""
         return self.runtime.updater.optimizer
 
     @property
@@ -601,7 +602,7 @@ def attach(module: nn.Module, runtime: Runtime | DeferredPipeline, loss_fn: Call
             module.__dict__[name] = method
     if is_adapted(module):
         for name, ours in _OF_ADAPTERS.items():
-            if hasattr(module, name):  # (prompts are merged into nothing)
+            if hasattr(module, name):  # (adapters that make prompts can't be merged)
                 module.__dict__.setdefault(name, getattr(handle, ours))
     module.__dict__["zgraph"] = handle
     module.__dict__["forward"] = handle.forward.compiled
@@ -689,7 +690,7 @@ class _NotForDDP:
         asks: types.FrameType | None = sys._getframe(1)
         while asks is not None:
             if asks.f_globals.get("__name__") == "accelerate.accelerator":
-                refuse_release("accelerators")  # (one that does not ask whether a model is prepared)
+                refuse_release("accelerators")  # (this release does not ask whether a model is prepared)
             asks = asks.f_back
         raise ModelError(
             "a compiled model can't be wrapped by DistributedDataParallel",

@@ -1,10 +1,10 @@
-"""DeepSpeed's front door: its configuration as a plan, and its calls on compiled models.
+"""The DeepSpeed interface: its configuration as a plan, and its calls on compiled models.
 
     import zgraph.deepspeed as deepspeed
 
     engine, optimizer, loader, scheduler = deepspeed.initialize(model=model, config="ds_config.json", training_data=data)
 
-A configuration is taken without torch; what needs torch is loaded at first use.
+Configurations are translated without torch; names that need torch are loaded at first use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The device that ranks of this process group compute on, by DeepSpeed's names."""
+"""The device that this process computes on, with DeepSpeed's interface."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zgraph.deepspeed.utils.memory import most_resident_bytes, resident_bytes
 
 
 class Accelerator:
-    """A GPU where there is one, else the CPU."""
+    """The GPU, or the CPU if there is no GPU."""
 
     def __init__(self) -> None:
         self._cuda = torch.cuda.is_available()

@@ -75,7 +75,7 @@ def reset() -> None:
 
 
 class _Tracker:
-    """Random states by name, as model code of Megatron's kind uses them."""
+    """Named random states, as model code in Megatron's style uses them."""
 
     def add(self, name: str, seed: int) -> None:
         """Do nothing: each rank's program draws the random numbers that the whole model would."""

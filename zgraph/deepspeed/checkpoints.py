@@ -1,6 +1,7 @@
-"""Saving and loading by DeepSpeed's calls: zgraph's checkpoints are written, DeepSpeed's own are read too.
+"""Saving and loading by DeepSpeed's calls: zgraph's checkpoints are written, and DeepSpeed's own can be read too.
 
-The engine's counters and its schedule's position are part of what is saved, under a key of their own beside the script's `client_state`.
+The engine's counters and its schedule's position are saved under a key of their own, beside the script's
+`client_state`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Checkpoints:
 
     @property
     def handle(self) -> Handle:
-        """What is known of the compiled model."""
+        """The handle of the compiled model."""
         raise NotImplementedError
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
@@ -193,7 +194,7 @@ class Checkpoints:
         return {n: v for n, v in state.items() if not (exclude_frozen_parameters and n in frozen)}
 
     def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, **_: Any) -> None:
-        """Load the model's weights: whole tensors, alike on all ranks, or shards. All ranks must call it."""
+        """Load the model's weights: whole tensors, equal on all ranks, or shards. All ranks must call it."""
         load_whole(self.module, state_dict.get("module", state_dict), strict=strict)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> None:

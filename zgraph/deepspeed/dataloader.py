@@ -1,4 +1,4 @@
-"""A data loader that gives each data-parallel rank its own micro-batches, and one that begins again at its end."""
+"""A data loader that gives each data-parallel rank its own micro-batches, and one that starts over at its end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class DeepSpeedDataLoader:
     """Micro-batches of `batch_size` rows of this rank's `share` of a data set.
 
     Rows are drawn as DeepSpeed's loader draws them: by torch's `DistributedSampler`, shuffled by seed 0, in the same order in each epoch
-    (`data_sampler.set_epoch` changes it). An iterable data set shards itself. Raises `ModelError` for what is no data set.
+    (`data_sampler.set_epoch` changes it). An iterable data set shards itself. Raises `ModelError` for an object that is not a data set.
     """
 
     def __init__(

@@ -112,7 +112,7 @@ class DeepSpeedEngine(Checkpoints, Settings, Refused, nn.Module):  # type: ignor
     # -- what it stands on --------------------------------------------------------------------------------------------
     @property
     def handle(self) -> Handle:
-        """What is known of the compiled model: `engine.module.zgraph`."""
+        """The handle of the compiled model: `engine.module.zgraph`."""
         found = self.module.__dict__.get("zgraph")
         if not isinstance(found, Handle):
             raise StepError("the engine's model is no longer compiled", hint="call initialize again")
@@ -151,7 +151,7 @@ class DeepSpeedEngine(Checkpoints, Settings, Refused, nn.Module):  # type: ignor
 
     @property
     def tput_timer(self) -> ThroughputTimer:
-        """Rows a second: `engine.tput_timer.avg_samples_per_sec()`."""
+        """The clock of rows per second: `engine.tput_timer.avg_samples_per_sec()`."""
         return self._log.throughput
 
     @property

@@ -149,7 +149,7 @@ def _planned(config: dict[str, Any], given: Given, model: nn.Module) -> tuple[Pl
     configuration."""
     own = given.optimizer is not None
     translated = dict(config)
-    if own:  # (so that the schedule has an optimizer to move; it is replaced below)
+    if own:  # (a schedule needs an optimizer; this one is replaced below)
         translated["optimizer"] = {"type": "AdamW"}
         if "optimizer" in config:
             logger.warning("the configuration's optimizer is left out: initialize was given one")
@@ -178,7 +178,7 @@ def _planned(config: dict[str, Any], given: Given, model: nn.Module) -> tuple[Pl
         fields |= {"lr_schedule": None, "grad_clip": plan.grad_clip or GradClip(norm=_UNBOUNDED)}
     if fields["precision"] != "fp32":
         fields["numerics"] = None
-    asked = config.get("zgraph") or {}  # (the report has brought these in)
+    asked = config.get("zgraph") or {}  # (the plan has these fields already)
     return plan.model_copy(update={k: v for k, v in fields.items() if k not in asked}), found
 
 

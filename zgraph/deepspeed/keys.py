@@ -19,10 +19,10 @@ class Key:
     """One key: the values that it takes, and how zgraph treats it."""
 
     kind: Kind  # the type of its values
-    verdict: Verdict  # the verdict on a value that differs from `default`
+    verdict: Verdict  # how zgraph treats it
     why: str = ""  # the reason for the verdict
     hint: str = ""  # what to do about a refused value
-    default: Any = None  # DeepSpeed's default, which asks for nothing and is never refused
+    default: Any = None  # the value that a refused key may still have, since it asks for nothing
 
 
 def _applied(kind: Kind) -> Key:

@@ -87,7 +87,7 @@ class Scheduler:
 
     def _set(self) -> None:
         for group, point in zip(self.optimizer.param_groups, self._points(), strict=True):
-            if isinstance(group["lr"], torch.Tensor):  # (which an optimizer may have captured)
+            if isinstance(group["lr"], torch.Tensor):  # (an optimizer may have captured this tensor)
                 group["lr"].fill_(point.lr)
             else:
                 group["lr"] = point.lr

@@ -1,4 +1,4 @@
-"""A plan that is made from a configuration, key by key."""
+"""Building a plan from a configuration, key by key."""
 
 from __future__ import annotations
 

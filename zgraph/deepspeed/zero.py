@@ -53,7 +53,7 @@ class Init:
         for name in options:
             if name not in _OPTIONS:
                 raise PlanError(f"zero.Init has no argument {name!r}", hint=did_you_mean(name, _OPTIONS))
-        self.enabled = enabled and module is None  # (a module that is there already is cut by `initialize`)
+        self.enabled = enabled and module is None  # (`initialize` shards a module that exists already)
         self._inside = contextlib.ExitStack()
 
     def __enter__(self) -> Init:

@@ -1,4 +1,4 @@
-"""Hugging Face's front door: transformers' Trainer on compiled steps.
+"""The Hugging Face interface: transformers' Trainer on compiled steps.
 
 trainer = zgraph.hf.attach(Trainer(model, arguments, …), zgraph.Plan(zero=3))
 trainer.train()

@@ -1,4 +1,4 @@
-"""Lightning's front door: a Trainer or a Fabric whose modules run as compiled steps.
+"""The Lightning interface: a Trainer or a Fabric whose modules run as compiled steps.
 
 import zgraph.lightning
 
@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from zgraph.torch_compat.private_names import refuse_release
 
-refuse_release("Lightning")  # (before what needs these names is loaded)
+refuse_release("Lightning")  # (before the imports that need the release's private names)
 
 from zgraph.lightning import fabric  # noqa: E402
 from zgraph.lightning.strategy import ZGraphStrategy  # noqa: E402

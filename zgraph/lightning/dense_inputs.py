@@ -34,7 +34,8 @@ class DenseInputs:
         return copy
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Raise `ModelError` if a copy was written to: the slice that it stands for would not have what was written."""
+        """Raise `ModelError` if a copy was written to, since the slice that it was copied from would miss the
+        change."""
         written = [c for c in self._copies if not c.is_inference() and c.grad_fn is None and c._version]
         self._copies.clear()
         if written:

@@ -17,7 +17,7 @@ from zgraph.torch_compat.submodules import CALLED
 def refuse_plain_loss(loss: torch.Tensor, parts: Iterable[str]) -> None:
     """Raise `ModelError` for a loss that comes from no compiled forward."""
     if not loss.requires_grad:
-        return  # (the backward says so)
+        return  # (its backward raises)
     compiled: Any = Step._backward_cls  # type: ignore[attr-defined]
     seen: set[Any] = set()
     todo = [loss.grad_fn]

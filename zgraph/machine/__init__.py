@@ -1,1 +1,1 @@
-"""What this machine and its links take, measured."""
+"""Measurements of this machine and its links."""

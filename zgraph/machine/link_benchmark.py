@@ -24,7 +24,7 @@ from zgraph.torch_compat import process_groups
 SIZES = tuple(4**k for k in range(6, 13))  # bytes of the whole: 4 KiB to 16 MiB
 LONGEST = 0.3  # seconds: a slow link is not given larger transfers once one takes this long
 REPEATS = 7
-QUICK = 3  # repeats, where there is little time
+QUICK = 3  # repeats under a time limit
 SIDE = {"cpu": 192, "cuda": 2048}  # side length of the matrices in products beside transfers
 SHARE = 150  # the time limit over that of a transfer: about 30 transfers, and the last size may take 4 times as long
 
@@ -118,7 +118,7 @@ class _Bench:
         group = process_groups.ranks_of(self.group)
         views = self.agreement.gather(
             "times of transfers", (group, mine[1:])
-        )  # (the first one of a size may make buffers)
+        )  # (without the first one, which may allocate buffers)
         by_group: dict[tuple[int, ...], list[list[float]]] = {}
         for members, seconds in views:
             by_group.setdefault(members, []).append(seconds)

@@ -1,4 +1,4 @@
-"""The error of a configuration that can't be had, where scripts import it from."""
+"""The error for a configuration that zgraph does not support, under DeepSpeed's name."""
 
 from zgraph.errors import PlanError
 

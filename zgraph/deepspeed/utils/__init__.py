@@ -1,4 +1,4 @@
-"""DeepSpeed's `utils`: logging, whole values of sharded parameters, loaders."""
+"""DeepSpeed's `utils`: logging, whole values of sharded parameters, loaders, leaf modules."""
 
 from zgraph.deepspeed.dataloader import RepeatingLoader
 from zgraph.deepspeed.full_values import (
