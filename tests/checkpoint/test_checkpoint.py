@@ -457,7 +457,7 @@ def test_tags_latest_and_retention(tmp_path):
         model.load_checkpoint(tmp_path, "t0")
     model.load_checkpoint(tmp_path, "t2")
     model.load_checkpoint(tmp_path / "t3")
-    with pytest.raises(CheckpointError, match="keep_last=0"):
+    with pytest.raises(CheckpointError, match="keep_last is 0, and must be at least 1"):
         model.save_checkpoint(tmp_path, keep_last=0)
 
 

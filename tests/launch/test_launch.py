@@ -79,9 +79,9 @@ def test_what_is_included_and_left_out(include, exclude, left):
 def test_what_names_nothing_is_refused(include, exclude, said):
     with pytest.raises(MeshError, match=said):
         chosen(HOSTS, include, exclude)
-    with pytest.raises(MeshError, match="4 nodes of 3"):
+    with pytest.raises(MeshError, match="--num_nodes is 4, and the hostfile has 3 nodes"):
         limited(HOSTS, nodes=4)
-    with pytest.raises(MeshError, match="2 slots of 1 of worker-3"):
+    with pytest.raises(MeshError, match="--num_gpus is 2, and worker-3 has 1 slots"):
         limited(HOSTS, each=2)
     assert limited(HOSTS, 2, 1) == {"worker-1": [0], "worker-2": [0]}
 
@@ -153,7 +153,7 @@ def test_ranks_share_out_cores():
     for text, said in [("0-", "no list"), ("2-1", "no list"), ("a", "no list"), ("0-2,1", "twice"), ("9", "no core 9")]:
         with pytest.raises(MeshError, match=said):
             cores_of(text, range(8))
-    with pytest.raises(MeshError, match="1 cores for 2 ranks"):
+    with pytest.raises(MeshError, match="1 cores are too few for 2 ranks"):
         share_of([0], 0, 2)
     line = torchrun(Job(["m.train", "--lr", "1"], {"a": [0, 1]}, "a", module=True, cores="0-3"), 0)
     assert line[-7:] == ["--module", "zgraph.launch.bind_cores", "--module", "0-3", "m.train", "--lr", "1"]
@@ -330,4 +330,4 @@ def test_ranks_of_this_machine_have_cores_logs_and_another_try(machines, tmp_pat
         "1": True,
     }
     refused, _ = machines("--num_gpus", "2", "--bind_core_list", "0", "alone.py")
-    assert refused.returncode == 2 and "--bind_core_list without --bind_cores_to_rank" in refused.stderr
+    assert refused.returncode == 2 and "--bind_core_list needs --bind_cores_to_rank" in refused.stderr

@@ -131,7 +131,7 @@ def _load_state(accelerator: Any, own: Callable[..., Any], input_dir: Any = None
         for number, model in enumerate(models):
             if not os.path.isdir(os.path.join(folder, _name(FOLDER, number))):
                 raise CheckpointError(
-                    "no state of a compiled model",
+                    "the folder has no state of a compiled model",
                     where=str(folder),
                     why=f"it has no folder {_name(FOLDER, number)}: it was saved of a model that was not compiled",
                     hint="model.load_checkpoint(folder, optimizer=False) for its weights; or save_state of the compiled model",

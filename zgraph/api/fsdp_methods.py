@@ -102,7 +102,7 @@ def _set_requires_all_reduce(replicated: bool, requires_all_reduce: bool, *, rec
     put off."""
     if replicated and not requires_all_reduce:
         raise UnsupportedError(
-            "set_requires_all_reduce(False) on a mesh with replicate",
+            "set_requires_all_reduce(False) is not supported on a mesh with replicate",
             why="a compiled backward reduces gradients over all of the mesh's data dimensions, or over none",
             hint="set_requires_gradient_sync(False) lets both wait; or leave it out: the numbers are the same",
         )

@@ -61,7 +61,9 @@ def full_weights(
             handle.whole = None
         return
     if write and dtype is not None:
-        raise PlanError("full_weights with write=True and a dtype", hint="leave dtype out: weights are written as held")
+        raise PlanError(
+            "full_weights takes a dtype only without write=True", hint="leave dtype out: weights are written as held"
+        )
     runtime = ready(model, "whole weights")
     asked = f"{sorted(ranks) if ranks is not None else None} {dtype} {max_bytes} {by_block} {write}"
     runtime.everyone.vote("whole weights", asked)

@@ -34,7 +34,7 @@ def ready(model: nn.Module, what: str) -> Runtime:
     runtime: Runtime = handle.runtime
     if runtime.held is not None:
         raise UnsupportedError(
-            f"{what} of a model in stages",
+            f"{what} can't be had of a pipeline",
             where="mesh.pp",
             why="each rank holds the weights of its own stages",
             hint="model.save_pretrained(folder), from which a plain model is loaded",

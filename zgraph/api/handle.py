@@ -104,7 +104,7 @@ class Handle(Compiled):
         """
         if self.whole is not None:
             raise StepError(
-                "a step, a checkpoint or a question about the compiled model inside full_weights",
+                "the compiled model can't run, be saved or be inspected inside full_weights",
                 why="the model's parameters are whole tensors there, which its programs know nothing of",
                 hint="leave the with block first",
             )
@@ -165,7 +165,7 @@ class Handle(Compiled):
         """Run the model's own forward with whole weights. Raises `StepError` on a rank that has none."""
         if not self.whole:
             raise StepError(
-                "a call of the model inside full_weights on a rank that has no whole weights",
+                "the model was called inside full_weights on a rank that has no whole weights",
                 where="ranks",
                 hint="name this rank in full_weights(model, ranks=…), or call the model on those that are named",
             )

@@ -155,7 +155,7 @@ class Forward:
         self.settle()
         if self._wrapper is not None or not self._copied:
             raise ModelError(
-                "a copy of a model whose forward was replaced on the instance",
+                "a model whose forward was replaced on the instance can't be copied",
                 where=_place(self._wrapper or self.captured),
                 why="the function holds the model itself: the copy would run the original's weights",
                 hint="model.forward = types.MethodType(function, model), or define forward in the model's class",

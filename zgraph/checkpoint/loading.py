@@ -169,7 +169,7 @@ def _prepared(runtime: Runtime, source: Source, optimizer: bool, objects: dict[s
         if mine != extra.keys():
             paths = ", ".join(sorted(mine ^ extra.keys()))
             raise CheckpointError(
-                f"state by get_extra_state() of {paths}, either in the checkpoint or in the model, not in both",
+                f"what get_extra_state() gives for {paths} is in the checkpoint or in the model, not in both",
                 where=str(source.folder),
                 hint="build the model that it was saved of",
             )

@@ -148,7 +148,7 @@ def _damaged(path: Path, why: str) -> CheckpointError:
 def _parsed(data: dict[str, Any]) -> Manifest:
     if data["format"] != FORMAT:
         raise CheckpointError(
-            f"a checkpoint of format {data['format']!r}, and this zgraph reads {FORMAT}",
+            f"the checkpoint has format {data['format']!r}, and this zgraph reads {FORMAT}",
             hint="use the zgraph that it was written with, or a newer one",
         )
     tensors = {_text(n): (_dtype(d), naturals(s)) for n, (d, s) in data["tensors"].items()}

@@ -121,7 +121,9 @@ class Saver:
         agreement.vote("a checkpoint", f"{path} {chosen} {async_} {keep_last} {frozen}")
         folder.checked_tag(chosen)
         if keep_last is not None and keep_last < 1:
-            raise CheckpointError(f"keep_last={keep_last}", why="the checkpoint that is saved is one to keep")
+            raise CheckpointError(
+                f"keep_last is {keep_last}, and must be at least 1", why="the checkpoint that is saved is one to keep"
+            )
         agreement.relax()  # (disks differ)
         taken, sums = agreement.exchange(
             "what is to be saved",

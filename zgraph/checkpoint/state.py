@@ -112,7 +112,7 @@ def refuse_unsaved(runtime: Runtime) -> None:
     waiting = [n for n, p in runtime.shards.params().items() if p.grad is not None]
     if runtime.updater.optimizer is not None and waiting:
         raise StepError(
-            f"a checkpoint between backward() and step(): {len(waiting)} gradients wait ({waiting[0]}, …)",
+            f"a checkpoint can't be saved between backward() and step(): {len(waiting)} gradients wait ({waiting[0]}, …)",
             why="checkpoints hold no gradients: they would be lost",
             hint="save after model.step(); or zero the gradients first, if they are not wanted",
         )

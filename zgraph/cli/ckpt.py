@@ -138,13 +138,13 @@ def verify(
         raise typer.BadParameter("--tag or --all, not both")
     place = path if tag is None else path / tag
     if not place.exists():
-        raise CheckpointError("no checkpoint", where=str(place), why="there is no such file or folder")
+        raise CheckpointError("there is no checkpoint here", where=str(place), why="there is no such file or folder")
     wanted: list[str | None] = [tag]
     if every:
         wanted = [*(t.tag for t in tags_of(path)), *([None] if (path / LATEST).exists() else [])]
         if not wanted:
             hint = "--all is for a folder of checkpoints of zgraph's"
-            raise CheckpointError("no checkpoints", where=str(path), hint=hint)
+            raise CheckpointError("the folder has no checkpoints", where=str(path), hint=hint)
     rows = []
     with progress(f"reading {path}") as say:
         for one in wanted:
@@ -230,7 +230,7 @@ def convert(
             "--ranks",
             metavar="N",
             min=1,
-            help="Of DeepSpeed's stages: for how many data-parallel ranks. [default: those that saved it]",
+            help="For DeepSpeed's stages: the number of data-parallel ranks. [default: those that saved it]",
         ),
     ] = None,
     named: Annotated[

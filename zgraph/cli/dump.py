@@ -72,7 +72,7 @@ def dump(
         typer.Option(
             "--print-changed",
             metavar="[=diff]",
-            help="After each pass that changed it: the program, or what is other.",
+            help="After each pass that changes the program, print it, or a diff (=diff).",
         ),
     ] = None,
     filter: Annotated[
@@ -81,7 +81,12 @@ def dump(
     ] = None,
     rank: Annotated[
         int | None,
-        typer.Option("--rank", metavar="R", min=0, help="Say too where rank R stands: the program is every rank's."),
+        typer.Option(
+            "--rank",
+            metavar="R",
+            min=0,
+            help="Also print where rank R is in the mesh; the program is the same on every rank.",
+        ),
     ] = None,
     stop_after: Annotated[
         str | None, typer.Option("--stop-after", metavar="PASS", help="Run no pass behind this one.")

@@ -34,9 +34,13 @@ def launch(
         typer.Option("--num_gpus", "--num-gpus", help="Ranks on each machine; without a hostfile: on this one."),
     ] = None,
     master_addr: Annotated[str | None, typer.Option("--master_addr", "--master-addr", help="Where rank 0 is.")] = None,
-    master_port: Annotated[int, typer.Option("--master_port", "--master-port", help="A free port of it.")] = 29500,
+    master_port: Annotated[
+        int, typer.Option("--master_port", "--master-port", help="A free port on that machine.")
+    ] = 29500,
     module: Annotated[bool, typer.Option("--module", help="The script is a module's name.")] = False,
-    no_python: Annotated[bool, typer.Option("--no_python", "--no-python", help="It is a program of its own.")] = False,
+    no_python: Annotated[
+        bool, typer.Option("--no_python", "--no-python", help="The script is an executable, not Python.")
+    ] = False,
     launcher: Annotated[str, typer.Option(help="What starts nodes: ssh, pdsh, slurm or openmpi.")] = "ssh",
     ssh_port: Annotated[int | None, typer.Option("--ssh_port", "--ssh-port", help="ssh's port.")] = None,
     elastic: Annotated[
@@ -47,7 +51,11 @@ def launch(
     ] = 0,
     enable_each_rank_log: Annotated[
         str | None,
-        typer.Option("--enable_each_rank_log", "--enable-each-rank-log", help="A folder for a file of each rank."),
+        typer.Option(
+            "--enable_each_rank_log",
+            "--enable-each-rank-log",
+            help="Write the output of each rank to a file in this folder.",
+        ),
     ] = None,
     bind_cores_to_rank: Annotated[
         bool, typer.Option("--bind_cores_to_rank", "--bind-cores-to-rank", help="Each rank runs on cores of its own.")
@@ -65,7 +73,7 @@ def launch(
     if module and no_python:
         raise MeshError("--module and --no_python are given together", hint="give one of them")
     if bind_core_list is not None and not bind_cores_to_rank:
-        raise MeshError("--bind_core_list without --bind_cores_to_rank", hint="give both")
+        raise MeshError("--bind_core_list needs --bind_cores_to_rank", hint="give both")
     hosts, whole = _hosts(hostfile, include, exclude, num_nodes, num_gpus)
     alone = len(hosts) == 1 and next(iter(hosts)) in _HERE
     job = Job(
@@ -100,7 +108,7 @@ def _hosts(
         slots = num_gpus or _devices()
         known: Hosts = {"localhost": list(range(max(slots, 1)))}
         if num_nodes not in (None, 1):
-            raise MeshError(f"{num_nodes} nodes without a hostfile", where="--num_nodes", hint="--hostfile FILE")
+            raise MeshError(f"{num_nodes} nodes need a hostfile", where="--num_nodes", hint="--hostfile FILE")
         found = chosen(known, include, exclude)
     else:
         known = read_hostfile(hostfile)

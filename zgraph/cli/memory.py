@@ -43,7 +43,9 @@ def memory(
     bounds: Annotated[
         list[str] | None,
         typer.Option(
-            "--assert", metavar="BOUND", help="Exit with 1 unless it holds: 'peak<=72GiB', 'activations<=10GiB'."
+            "--assert",
+            metavar="BOUND",
+            help="Exit with 1 unless this bound holds: 'peak<=72GiB', 'activations<=10GiB'.",
         ),
     ] = None,
     visualiser: Annotated[

@@ -49,7 +49,7 @@ AtOption = Annotated[
     typer.Option(
         "--at",
         metavar="NAME=SIZE",
-        help="At this size, of those that differ from call to call (may be repeated). [default: symbols]",
+        help="Give a size that differs from call to call this value (may be repeated). [default: symbols]",
     ),
 ]
 ProgramOption = Annotated[

@@ -43,7 +43,7 @@ def plan(
         typer.Option(
             "--from-deepspeed",
             metavar="FILE",
-            help="Tell what becomes of each key of a DeepSpeed configuration, and write the plan; of TARGET is its hidden size.",
+            help="Tell what becomes of each key of a DeepSpeed configuration, and write the plan; TARGET gives the hidden size.",
         ),
     ] = None,
     search: Annotated[

@@ -66,7 +66,7 @@ class Checkpoints:
             raise ValueError("save_checkpoint needs a folder: save_dir is empty")
         if not save_latest:
             raise UnsupportedError(
-                "save_checkpoint(save_latest=False)",
+                "save_checkpoint does not support save_latest=False",
                 why="the file latest names the newest complete checkpoint, and readers rely on it",
                 hint="save into another folder; load_checkpoint(tag=…) loads any by name",
             )
@@ -122,7 +122,7 @@ class Checkpoints:
         """
         if custom_load_fn is not None:
             raise UnsupportedError(
-                "load_checkpoint(custom_load_fn=…)",
+                "load_checkpoint does not support custom_load_fn",
                 why="weights are read by each rank's shards, and no state dict is made",
                 hint="engine.load_module_state_dict(state_dict) with what your function makes",
             )
@@ -200,7 +200,9 @@ class Checkpoints:
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> None:
         """Load a state dict that the engine's `state_dict` returned, whose names begin with "module."."""
         if assign:
-            raise UnsupportedError("load_state_dict(assign=True) of an engine", hint="load without assign")
+            raise UnsupportedError(
+                "an engine's load_state_dict does not support assign=True", hint="load without assign"
+            )
         prefix = "module."
         self.load_module_state_dict({n.removeprefix(prefix): v for n, v in state_dict.items()}, strict)
 
@@ -211,7 +213,7 @@ class Checkpoints:
         """
         if any(p.is_meta for p in self.module.parameters()):
             raise UnsupportedError(
-                "whole weights of a model in stages on one rank",
+                "one rank can't hold the whole weights of a pipeline",
                 why="no rank has those of other stages",
                 hint="engine.module.save_pretrained(dir) writes them, and gathers nothing",
             )

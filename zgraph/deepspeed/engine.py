@@ -447,7 +447,7 @@ class DeepSpeedEngine(Checkpoints, Settings, Refused, nn.Module):  # type: ignor
     def _refuse_without_optimizer(self, what: str) -> None:
         if self._training.optimizer is None:
             raise EngineMisuse(
-                f"{what}() of an engine without an optimizer",
+                f"{what}() needs an optimizer, and the engine has none",
                 hint='give initialize one, or the configuration: "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}',
             )
 
@@ -484,7 +484,9 @@ class DeepSpeedEngine(Checkpoints, Settings, Refused, nn.Module):  # type: ignor
         """Return the micro-batches of one step."""
         if data_iter is None:
             if self._training.loader is None:
-                raise StepError("train_batch() without data", hint="give it an iterator, or initialize training_data")
+                raise StepError(
+                    "train_batch() was called without data", hint="give it an iterator, or initialize training_data"
+                )
             if self._iterator is None:
                 self._iterator = RepeatingLoader(self._training.loader)
             data_iter = self._iterator

@@ -131,7 +131,7 @@ def _config_of(args: Any, config: Config | None, config_params: Config | None) -
 def _refuse_other_groups(mpu: Any, mesh_param: Any) -> None:
     if mesh_param is not None:
         raise UnsupportedError(
-            "initialize(mesh_param=…)",
+            "initialize does not take mesh_param",
             why="the mesh follows from the configuration",
             hint='"sequence_parallel_size" in the configuration',
         )
@@ -207,7 +207,7 @@ def _for_own_optimizer(plan: Plan, given: Given) -> str | Precision:
     record = plan.resolved_precision()
     if record.compute == "float16" and given.optimizer is not None:
         raise PlanError(
-            f"fp16 with {type(given.optimizer).__name__}",
+            f"fp16 is enabled, and {type(given.optimizer).__name__} is no optimizer that a plan has",
             where="fp16.enabled",
             why="a step whose gradients overflow is skipped by the compiled update, which a plan has no such optimizer for",
             hint="Adam, AdamW, SGD, Adagrad, Lion or LAMB; or bf16",
@@ -302,7 +302,7 @@ def _training(model: nn.Module, plan: Plan, given: Given, config: dict[str, Any]
 def _refuse_offloaded(optimizer: Any, plan: Plan) -> None:
     if optimizer is not None and plan.offload.optimizer not in ("auto", "none"):
         raise PlanError(
-            f"offload_optimizer with {type(optimizer).__name__} of the script's own",
+            f"offload_optimizer is set, but the script's own {type(optimizer).__name__} can't be offloaded",
             where="zero_optimization.offload_optimizer.device",
             why="it steps by itself, and keeps its states where its parameters are",
             hint="Adam, AdamW, SGD, Adagrad, Lion or LAMB, which a plan has; or leave offload_optimizer out",
@@ -312,7 +312,7 @@ def _refuse_offloaded(optimizer: Any, plan: Plan) -> None:
 def _refuse_in_stages(optimizer: Any, model: nn.Module) -> None:
     if optimizer is not None and isinstance(model, PipelineModule) and model.num_stages > 1:
         raise UnsupportedError(
-            f"{type(optimizer).__name__} of the script's own with a model in stages",
+            f"the script's own {type(optimizer).__name__} can't update a pipeline",
             why="it steps by itself, on one rank's parameters, and the norm of the gradients is that of all stages",
             hint="Adam, AdamW, SGD, Adagrad, Lion or LAMB, which a plan has",
         )

@@ -38,7 +38,7 @@ class OnDevice:
 def init_inference(*args: Any, **kwargs: Any) -> NoReturn:
     """Raise `UnsupportedError`: zgraph compiles training steps."""
     raise UnsupportedError(
-        "init_inference",
+        "init_inference is not supported",
         why="zgraph compiles training steps, and evaluates a model that it trains",
         hint="an inference engine, with what engine.module.save_pretrained writes",
     )
@@ -47,7 +47,7 @@ def init_inference(*args: Any, **kwargs: Any) -> NoReturn:
 def tp_model_init(*args: Any, **kwargs: Any) -> NoReturn:
     """Raise `UnsupportedError`: the configuration divides the model."""
     raise UnsupportedError(
-        "tp_model_init",
+        "tp_model_init is not supported",
         why="the graph's passes divide the model when it is compiled",
         hint='give initialize the undivided model, and "tensor_parallel": {"autotp_size": N}',
     )

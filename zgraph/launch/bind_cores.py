@@ -39,7 +39,11 @@ def share_of(cores: Sequence[int], rank: int, ranks: int) -> list[int]:
     """Return the cores of one rank. Raises `MeshError` if there are fewer cores than ranks."""
     each = len(cores) // ranks
     if not each:
-        raise MeshError(f"{len(cores)} cores for {ranks} ranks", where="--bind_cores_to_rank", hint="fewer ranks")
+        raise MeshError(
+            f"{len(cores)} cores are too few for {ranks} ranks: each needs one of its own",
+            where="--bind_cores_to_rank",
+            hint="fewer ranks",
+        )
     return list(cores[rank * each : (rank + 1) * each])
 
 

@@ -38,7 +38,7 @@ def torchrun(job: Job, node: int | str) -> list[str]:
     counts = {len(slots) for slots in job.hosts.values()}
     if isinstance(node, str) and len(counts) > 1:
         raise MeshError(
-            "machines with different numbers of slots",
+            "the machines have different numbers of slots",
             where="--launcher",
             why="one line starts all nodes, and can't say another number for each",
             hint="--launcher ssh, or --num_gpus N",

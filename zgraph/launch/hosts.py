@@ -96,12 +96,14 @@ def limited(hosts: Hosts, nodes: int | None = None, each: int | None = None) -> 
     if nodes is not None:
         if not 1 <= nodes <= len(hosts):
             raise MeshError(
-                f"{nodes} nodes of {len(hosts)}", where="--num_nodes", hint=f"a number from 1 to {len(hosts)}"
+                f"--num_nodes is {nodes}, and the hostfile has {len(hosts)} nodes",
+                where="--num_nodes",
+                hint=f"a number from 1 to {len(hosts)}",
             )
         hosts = dict(list(hosts.items())[:nodes])
     if each is not None:
         short = next((host for host, slots in hosts.items() if not 1 <= each <= len(slots)), None)
         if short is not None:
-            raise MeshError(f"{each} slots of {len(hosts[short])} of {short}", where="--num_gpus")
+            raise MeshError(f"--num_gpus is {each}, and {short} has {len(hosts[short])} slots", where="--num_gpus")
         hosts = {host: slots[:each] for host, slots in hosts.items()}
     return hosts

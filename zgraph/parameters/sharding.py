@@ -505,7 +505,7 @@ class Shards:
         """Return the shards of a deep copy of the module: the same layouts, with padded buffers of their own."""
         if former_memory(self.module).is_read:
             raise UnsupportedError(
-                "a copy of a model that reads a parameter through another tensor in its memory",
+                "a model that reads a parameter through another tensor in its memory can't be copied",
                 why="the copy's tensor would not lie in the memory of the copy's parameter",
                 hint="read the parameter itself in forward",
             )

@@ -79,7 +79,7 @@ def _check_tiles(chunks: Mapping[str, int]) -> Tiles:
     for pattern, count in chunks.items():
         if count < 2:
             raise PlanError(
-                f"{pattern!r} can't run in {count} turn(s)", where=pattern, hint="2 or more; or leave it out"
+                f"{pattern!r} can't run in {count} chunk(s)", where=pattern, hint="2 or more; or leave it out"
             )
     return Tiles(chunks)
 
@@ -176,7 +176,10 @@ def _recompute_type(value: Any) -> Any:
 def _check_recompute(given: str | tuple[str, ...]) -> str | tuple[str, ...]:
     if isinstance(given, tuple):
         if not given or not all(given):
-            raise PlanError("no module's path", hint='patterns such as "blocks.*"; "none" for nothing')
+            raise PlanError(
+                "recompute is an empty list, or has an empty pattern",
+                hint='patterns such as "blocks.*"; "none" for nothing',
+            )
         return given
     if given not in _RECOMPUTE and not re.fullmatch(_REF, given):
         raise PlanError(

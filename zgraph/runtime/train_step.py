@@ -334,7 +334,9 @@ def no_loss() -> StepError:
 
 def _untrained() -> StepError:
     if not torch.is_grad_enabled():
-        return StepError("a training step without gradients", hint="call train_step outside of torch.no_grad()")
+        return StepError(
+            "train_step was called while gradients are disabled", hint="call train_step outside of torch.no_grad()"
+        )
     return StepError(
         "the loss depends on no parameter that trains",
         hint="requires_grad_() on those that are to; and no .detach() or .item() on the way to the loss",

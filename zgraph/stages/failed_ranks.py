@@ -88,7 +88,7 @@ class Board:
         """Raise `StepError` after a step that failed."""
         if self.known is not None:
             raise StepError(
-                "a model in stages, after a step that failed on some rank alone",
+                "the pipeline can't go on after a step that failed on one rank alone",
                 where="mesh.pp",
                 why=f"rank {self.known.rank} ({self.known.where}) said: {self.known.said}",
                 hint="the ranks no longer know what is on its way between them: start all of them again, from the last checkpoint",

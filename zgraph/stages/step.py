@@ -58,7 +58,9 @@ def _train_step(
     staged = _entry(runtime, [call for call, _, _ in given])
     runtime.refuse_other_batch(staged, calls[0])
     if not staged.pattern:
-        raise StepError("a training step without gradients", hint="call train_step outside of torch.no_grad()")
+        raise StepError(
+            "train_step was called while gradients are disabled", hint="call train_step outside of torch.no_grad()"
+        )
     if loss_fn is None:  # (checked on all ranks: the one with the last stage must not find out alone)
         call, rest, others = given[0]
         refuse_rest(named(runtime, call), rest, others)

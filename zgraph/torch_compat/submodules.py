@@ -50,7 +50,7 @@ class NotForFSDP(dict[Any, Any]):
 
     def __contains__(self, key: object) -> bool:
         raise ModelError(
-            "fully_shard of a compiled model, or of a part of one",
+            "fully_shard was applied to a compiled model, or to a part of one",
             why="its weights are divided over the ranks by its plan",
             hint="leave fully_shard out: Plan(zero=3) divides weights, gradients and states as it does",
         )

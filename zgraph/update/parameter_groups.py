@@ -81,7 +81,11 @@ def members_of(module: nn.Module, specs: dict[str, ParamSpec], optimizer: Any) -
 def faults_of(specs: dict[str, ParamSpec], optimizer: Any, module: nn.Module) -> Iterator[PlanError]:
     """Yield an error for whatever keeps the optimizer from updating these parameters of a module, each once."""
     if not any(spec.dtype.is_floating_point for spec in specs.values()):
-        yield PlanError("an optimizer, and no parameters", where="optimizer", hint="leave it out of the plan")
+        yield PlanError(
+            "the plan has an optimizer, but the model has no floating-point parameters",
+            where="optimizer",
+            hint="leave it out of the plan",
+        )
         return
     records = [(_patterns(g), g) for g in optimizer.groups]
     known = parameter_names(module)

@@ -115,7 +115,7 @@ class Content:
                 for key in self.state_keys(name):
                     if self.source.tensors[f"{OPTIMIZER}{name}.{key}"].shape != self.shape(name):
                         raise CheckpointError(
-                            f"the state {key} of {name} is no number for each of its weights",
+                            f"the state {key} of {name} has another shape than its weight",
                             where=str(self.source.folder),
                             why="DeepSpeed's partitions cut states as they cut weights",
                             hint="AdamW, SGD and others whose states are shaped as their weights",
@@ -162,7 +162,7 @@ def write_deepspeed(source: Source, folder: Path, layout: Layout, ranks: int) ->
     """Write all files of a checkpoint into its folder, for `ranks` data-parallel ranks. Raises `CheckpointError`: see
     `Content`."""
     if ranks < 1:
-        raise CheckpointError(f"{ranks} ranks", hint="a number from 1")
+        raise CheckpointError(f"a checkpoint can't be written for {ranks} ranks", hint="a number from 1")
     content = Content(source)
     _write_models(content, folder, layout, ranks)
     if layout == "universal":

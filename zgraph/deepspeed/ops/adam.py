@@ -28,7 +28,7 @@ class FusedAdam(GivenOptimizer):
         for group in self.param_groups:
             if not group.pop("bias_correction", True):
                 raise PlanError(
-                    f"{type(self).__name__}(bias_correction=False)",
+                    f"{type(self).__name__} does not support bias_correction=False",
                     where="bias_correction",
                     why="a plan's Adam corrects its averages for beginning with zero",
                     hint="leave it out",

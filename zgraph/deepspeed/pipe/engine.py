@@ -47,12 +47,15 @@ class PipelineEngine(DeepSpeedEngine):
         """
         self._refuse_without_optimizer("train_batch")
         if not torch.is_grad_enabled():
-            raise StepError("train_batch() without gradients", hint="eval_batch, or call it outside of torch.no_grad()")
+            raise StepError(
+                "train_batch() was called while gradients are disabled",
+                hint="eval_batch, or call it outside of torch.no_grad()",
+            )
         self.train()
         if data is None:
             data, targets = self._whole(self._take(data_iter))
         elif data_iter is not None:
-            raise StepError("train_batch(data_iter, data=…)", hint="give one of them")
+            raise StepError("train_batch() was given both data_iter and data", hint="give one of them")
         self._fit_parts()
         self.tput_timer.start()
         with self._log.timed("train_batch"):

@@ -21,7 +21,9 @@ class ProcessTopology:
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
         if len(axes) != len(dims) or len(set(axes)) != len(axes):
-            raise MeshError(f"axes {list(axes)} of sizes {list(dims)}", hint="one size for each axis, each name once")
+            raise MeshError(
+                f"axes {list(axes)} do not match sizes {list(dims)}", hint="one size for each axis, each name once"
+            )
         self.axes = list(axes)
         self.dims = list(dims)
         kind: Any = namedtuple("ProcessCoord", axes)  # type: ignore[misc]
@@ -32,7 +34,7 @@ class ProcessTopology:
     def get_rank(self, **place: int) -> int:
         """Return the rank at a position, given by its index on every axis. Raises `MeshError` if there is none."""
         if set(place) != set(self.axes):
-            raise MeshError(f"a place on the axes {self.axes}", why=f"it is given as {place}", hint="name each axis")
+            raise MeshError(f"the coordinates {place} do not name the axes {self.axes}", hint="name each axis")
         found = self.mapping.get(self.ProcessCoord(**place))
         if found is None:
             raise MeshError(
