@@ -58,6 +58,8 @@ def test_parts_of_a_compiled_model_are_refused(two: Ranks):
     for called, of_twin, wrapped, part, loaded, whole in two.run(attempts):
         assert called == of_twin and "a part of a compiled model (Linear) was called" in called
         assert "zgraph.full_weights(model)" in called
-        assert wrapped == part and "fully_shard was applied to a compiled model" in wrapped and "Plan(zero=3)" in wrapped
+        assert (
+            wrapped == part and "fully_shard was applied to a compiled model" in wrapped and "Plan(zero=3)" in wrapped
+        )
         assert "'weight' is a whole tensor" in loaded and "'0.weight' is a whole tensor" in whole
         assert "full_weights(model, write=True)" in whole
