@@ -49,7 +49,7 @@ class Code:
         return Code(made.source, made.strides, record, made.kernels, made.library, made.calls)
 
 
-class KeptCode:
+class CodeCache:
     """Keeps code in a store, for programs that are compiled under one state of all `conditions` (a hash)."""
 
     def __init__(self, store: Store, conditions: str, device: torch.device, words: Mapping[str, str]) -> None:

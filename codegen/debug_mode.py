@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from zgraph.codegen.eager import Code
 from zgraph.codegen.executable import Executable, lowered
-from zgraph.codegen.node_by_node import run_stepwise
+from zgraph.codegen.node_by_node import run_node_by_node
 from zgraph.errors import LayoutError, PlanError, WrongValueError
 from zgraph.program import collectives, transfers_to_host
 from zgraph.program.aliases import mutates
@@ -121,7 +121,7 @@ class _Checked:
             if node.name in looked_at and isinstance(value, torch.Tensor):
                 found[node.name] = value.detach().clone()
 
-        run_stepwise(self.ready, inputs, seen)
+        run_node_by_node(self.ready, inputs, seen)
         return found
 
     def _compare(self, found: dict[str, Any], results: Sequence[Any], inputs: list[tuple[fx.Node, Any, Any]]) -> None:

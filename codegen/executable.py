@@ -16,11 +16,11 @@ from zgraph.errors import AssertionError
 from zgraph.program import collectives, ops, transfers_to_host
 from zgraph.program.aliases import mutates, root_of
 from zgraph.program.layout import Strides, laid_out, promised, promised_at
-from zgraph.program.lazy_program import LateProgram
+from zgraph.program.lazy_program import LazyProgram
 from zgraph.program.node import info, place_of
 from zgraph.program.program import InputRole, OutputRole, Program
 from zgraph.ranks import progress
-from zgraph.ranks.thread_stacks import Line
+from zgraph.ranks.thread_stacks import StackFrame
 from zgraph.torch_compat import autograd_state
 
 # The user's tensors, tangents from autograd, and received values: no program chooses their strides.
@@ -71,7 +71,7 @@ class Edge:
 def edge_of(program: Program) -> Edge:
     """Return a program's `Edge`: from its graph, or, for a program that is stored as text, from what was stored with
     it."""
-    if isinstance(program, LateProgram) and not program.is_made and program.said:
+    if isinstance(program, LazyProgram) and not program.is_made and program.said:
         said = program.said
         outside = tuple((at, tuple(strides)) for at, strides in said["from_outside"])
         return Edge(tuple(said["flying"]), frozenset(said["away"]), frozenset(said["transferred"]), outside)
@@ -152,7 +152,7 @@ class Executable:
             if values[at].stride() != wanted:
                 values[at] = laid_out(values[at], wanted)
 
-    def running_node(self, stack: Sequence[Line]) -> fx.Node | None:
+    def running_node(self, stack: Sequence[StackFrame]) -> fx.Node | None:
         """Return the program's node that a thread with this stack is executing, or None if it can't be told."""
         lines = self.source.splitlines()
         by_name = {n.name: n for n in self.program.graph.nodes}

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from zgraph.codegen.code_cache import Code, KeptCode
+from zgraph.codegen.code_cache import Code, CodeCache
 from zgraph.codegen.cpu_gemm import library
 from zgraph.codegen.executable import Executable, Kernel, lowered
 from zgraph.codegen.join_sections import GeneratedCode, UnknownFormError, join
@@ -45,7 +45,7 @@ def compile_inductor(
     combine: bool = False,
     round_each: bool = False,
     hold: bool = True,
-    kept: KeptCode | None = None,
+    kept: CodeCache | None = None,
 ) -> Executable:
     """Compile `program`, or take its code from the cache `kept`; `groups` gives each mesh dimension's process group by
     name.

@@ -23,7 +23,7 @@ from zgraph.torch_compat import autograd_state, inductor_code
 aten = torch.ops.aten
 
 
-def run_stepwise(ready: Program, values: Sequence[Any], seen: Callable[[fx.Node, Any], None]) -> None:
+def run_node_by_node(ready: Program, values: Sequence[Any], seen: Callable[[fx.Node, Any], None]) -> None:
     """Run a program that was made ready for code generation (`lowered`) on the `values` of its inputs.
 
     `seen(node, value)` is called for each node in order; for a value that is fetched or offloaded, once the transfer

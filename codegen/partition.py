@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from zgraph.errors import CaptureError
-from zgraph.passes.analysis.parameter_collectives import Transfer, gathers_of
+from zgraph.passes.analysis.parameter_collectives import ParameterCollective, gathers_of
 from zgraph.program import collectives, ops
 from zgraph.program.aliases import is_view
 from zgraph.program.node import NodeInfo, Phase, info, set_info
@@ -127,7 +127,7 @@ def _apart(
 def _cut_ahead(joint: Program) -> tuple[Program, ...]:
     """Take the gathers that start before the forward out of `joint`, which gets them as inputs instead; return their
     programs."""
-    buckets: dict[str, list[Transfer]] = {}
+    buckets: dict[str, list[ParameterCollective]] = {}
     for gather in gathers_of(joint):
         if info(gather.start).ahead:
             buckets.setdefault(info(gather.start).bucket or gather.start.name, []).append(gather)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from zgraph.codegen.code_cache import KeptCode
+from zgraph.codegen.code_cache import CodeCache
 from zgraph.codegen.eager import compile_eager
 from zgraph.codegen.executable import Executable
 from zgraph.codegen.inductor import compile_inductor
@@ -132,7 +132,7 @@ def compile_chunks(
     return UpdateExecutable(program, chunks, late)
 
 
-def compile_chunk(part: Program, groups: dict[str, str], kept: KeptCode | None = None) -> Executable:
+def compile_chunk(part: Program, groups: dict[str, str], kept: CodeCache | None = None) -> Executable:
     """Compile a chunk with Inductor, or take its code from the cache `kept`; a chunk of transfers runs eagerly.
 
     On CUDA the updates of several parameters become one kernel; updates of numbers do not (torch 2.13 fails to combine

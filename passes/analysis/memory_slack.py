@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 
-class Room:
+class MemorySlack:
     """The bytes that are free at each operator of a step.
 
     `others` are the bytes live at each operator without gathered parameters; `needed` are the gathered parameters, each

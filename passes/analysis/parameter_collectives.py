@@ -21,7 +21,7 @@ from zgraph.program.program import Program
 
 
 @dataclass(eq=False)
-class Transfer:
+class ParameterCollective:
     """One collective that gathers a parameter or reduces a gradient."""
 
     start: fx.Node  # the node that starts the collective
@@ -60,17 +60,17 @@ class Transfer:
         return sorted(found)
 
 
-def gathers_of(program: Program) -> list[Transfer]:
+def gathers_of(program: Program) -> list[ParameterCollective]:
     """Return the gathers of parameters, in the order of their starts."""
     return _transfers(program, Role.GATHER)
 
 
-def reductions_of(program: Program) -> list[Transfer]:
+def reductions_of(program: Program) -> list[ParameterCollective]:
     """Return the reductions of gradients, in the order of their starts."""
     return _transfers(program, Role.REDUCE)
 
 
-def _transfers(program: Program, role: Role) -> list[Transfer]:
+def _transfers(program: Program, role: Role) -> list[ParameterCollective]:
     layout: dict[str, list[fx.Node]] = {}
     starts = []
     for node in program.graph.nodes:
@@ -84,7 +84,7 @@ def _transfers(program: Program, role: Role) -> list[Transfer]:
     return [_transfer(program, start, layout.get(str(info(start).transfer), [])) for start in starts]
 
 
-def _transfer(program: Program, start: fx.Node, layout: list[fx.Node]) -> Transfer:
+def _transfer(program: Program, start: fx.Node, layout: list[fx.Node]) -> ParameterCollective:
     wait = collectives.wait_of(start)
     assert wait is not None, f"{start.name} has no wait in its program"
     # Layout nodes count as long as they are directly connected: a user pass's node in between, and all beyond it, are no part.
@@ -103,7 +103,7 @@ def _transfer(program: Program, start: fx.Node, layout: list[fx.Node]) -> Transf
     spec = program.params.get(str(info(start).param))
     if collectives.kind(start) == "all_reduce" and (spec is None or spec.grad_home is None):
         held = 0  # (the reduced gradient stays on the device)
-    found = Transfer(start, wait, before, after, None, held)
+    found = ParameterCollective(start, wait, before, after, None, held)
     found.source = None if found.operand.op == "placeholder" else found.operand
     return found
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from zgraph.passes.stages.min_cuts import Anchor
 
 
-def blocks_of(anchors: Sequence[Anchor]) -> list[int]:
+def repeated_layers(anchors: Sequence[Anchor]) -> list[int]:
     """Return the first anchor of each block, in order; in a model without blocks, that of each module that holds
     parameters.
     """

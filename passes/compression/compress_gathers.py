@@ -10,7 +10,7 @@ sent, too. Parameters that have no more bits than the format, and those that `ex
 from __future__ import annotations
 
 from zgraph.passes.analysis.parameter_collectives import gathers_of
-from zgraph.passes.compression.quantized_transfer import CompressOptions, TransferInBlocks
+from zgraph.passes.compression.quantized_transfer import CompressOptions, QuantizedTransfer
 from zgraph.passes.contract import graph_pass
 from zgraph.program import collectives
 from zgraph.program.program import Fact, Program
@@ -30,5 +30,5 @@ def compress_gathers(program: Program, options: CompressOptions) -> dict[str, in
     found = [t for t in gathers if options.saved(t, 1)]
     saved = sum(options.saved(t, 1) for t in found)
     for gather in found:
-        TransferInBlocks(program, gather, options).gathered()
+        QuantizedTransfer(program, gather, options).gathered()
     return {"gathers": len(found), "bytes_saved": saved}

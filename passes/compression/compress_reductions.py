@@ -15,8 +15,8 @@ all-reduce whose second half would cost more latency than it saves.
 
 from __future__ import annotations
 
-from zgraph.passes.analysis.parameter_collectives import Transfer, reductions_of
-from zgraph.passes.compression.quantized_transfer import CompressOptions, TransferInBlocks
+from zgraph.passes.analysis.parameter_collectives import ParameterCollective, reductions_of
+from zgraph.passes.compression.quantized_transfer import CompressOptions, QuantizedTransfer
 from zgraph.passes.contract import graph_pass
 from zgraph.program import collectives
 from zgraph.program.program import Fact, Program
@@ -34,15 +34,15 @@ def compress_reductions(program: Program, options: CompressOptions) -> dict[str,
     found = [t for t in reductions_of(program) if _is_worth_it(program, t, options)]
     saved = sum(options.saved(t, _ranks(program, t)) for t in found)
     for reduction in found:
-        TransferInBlocks(program, reduction, options).reduced()
+        QuantizedTransfer(program, reduction, options).reduced()
     return {"reductions": len(found), "bytes_saved": saved}
 
 
-def _ranks(program: Program, transfer: Transfer) -> int:
+def _ranks(program: Program, transfer: ParameterCollective) -> int:
     return program.mesh[collectives.group_of(transfer.start)]
 
 
-def _is_worth_it(program: Program, transfer: Transfer, options: CompressOptions) -> bool:
+def _is_worth_it(program: Program, transfer: ParameterCollective, options: CompressOptions) -> bool:
     saved = options.saved(transfer, _ranks(program, transfer))
     if options.over not in (None, collectives.group_of(transfer.start)):
         return False

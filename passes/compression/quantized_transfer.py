@@ -12,7 +12,7 @@ from torch import fx
 
 from zgraph.names import matches
 from zgraph.passes.analysis.costs import CPU, Costs, size_of
-from zgraph.passes.analysis.parameter_collectives import Transfer
+from zgraph.passes.analysis.parameter_collectives import ParameterCollective
 from zgraph.passes.zero.gathers import identifier_of
 from zgraph.program import collectives
 from zgraph.program.block_quantization import (
@@ -48,7 +48,7 @@ class CompressOptions:
     over: str | None = None  # of gradients: the mesh dimension over which they are sent in few bits, None for any
     correction: Correction = Correction()  # of gradients: what makes up for few bits
 
-    def saved(self, transfer: Transfer, parts: int) -> int:
+    def saved(self, transfer: ParameterCollective, parts: int) -> int:
         """Return the bytes of a transfer that need not be sent in this format; 0 for an exact parameter, or a tensor of
         no floating point.
         """
@@ -59,10 +59,10 @@ class CompressOptions:
         return max(0, size_of(operand) - sent)
 
 
-class TransferInBlocks:
+class QuantizedTransfer:
     """A transfer whose start and wait are replaced by those of bytes."""
 
-    def __init__(self, program: Program, transfer: Transfer, options: CompressOptions) -> None:
+    def __init__(self, program: Program, transfer: ParameterCollective, options: CompressOptions) -> None:
         self.program, self.start, self.wait, self.after = program, transfer.start, transfer.wait, transfer.after
         self.dim = collectives.group_of(self.start)
         self.ranks = program.mesh[self.dim]

@@ -18,7 +18,7 @@ from itertools import islice
 from torch import fx
 
 from zgraph.passes.analysis.costs import CPU, Costs, Link, size_of
-from zgraph.passes.analysis.parameter_collectives import Transfer, gathers_of, layers_of, reductions_of
+from zgraph.passes.analysis.parameter_collectives import ParameterCollective, gathers_of, layers_of, reductions_of
 from zgraph.passes.contract import graph_pass
 from zgraph.program import collectives
 from zgraph.program.groups import ranks_in
@@ -54,10 +54,10 @@ def bucket(program: Program, options: BucketOptions) -> dict[str, int]:
     for number, members in enumerate(buckets):
         _join(members, f"gathers{number}", _together_before)
     ends = {t.last for t in reductions}
-    chained: dict[fx.Node | None, Transfer] = {
+    chained: dict[fx.Node | None, ParameterCollective] = {
         t.source: t for t in reductions if t.source in ends
     }  # reductions over a second dimension, by the first reduction's last node
-    later: list[list[Transfer]] = []
+    later: list[list[ParameterCollective]] = []
     for stage in ([t for t in reductions if t.source not in ends], list(chained.values())):
         stage.sort(key=lambda t: t.start)
         grown = [b for g in _alike(stage, layers) for b in _grown(list(g), options.reduce, options, program)]
@@ -72,13 +72,13 @@ def bucket(program: Program, options: BucketOptions) -> dict[str, int]:
     }
 
 
-def _first_reader(gather: Transfer) -> fx.Node:
+def _first_reader(gather: ParameterCollective) -> fx.Node:
     return min(gather.readers(), default=gather.last)
 
 
-def _alike(transfers: Iterable[Transfer], layers: dict[str, str]) -> list[list[Transfer]]:
+def _alike(transfers: Iterable[ParameterCollective], layers: dict[str, str]) -> list[list[ParameterCollective]]:
     """Return runs of transfers, in their order, that may share a bucket."""
-    groups: list[list[Transfer]] = []
+    groups: list[list[ParameterCollective]] = []
     last: tuple[object, ...] | None = None
     for transfer in transfers:
         start = transfer.start
@@ -97,13 +97,13 @@ def _joins(start: fx.Node) -> bool:
     )
 
 
-def _layer(transfer: Transfer, layers: dict[str, str]) -> str:
+def _layer(transfer: ParameterCollective, layers: dict[str, str]) -> str:
     return layers.get(transfer.name, transfer.name.rpartition(".")[0])
 
 
 def _grown(
-    transfers: list[Transfer], wanted: int | None, options: BucketOptions, program: Program
-) -> list[list[Transfer]]:
+    transfers: list[ParameterCollective], wanted: int | None, options: BucketOptions, program: Program
+) -> list[list[ParameterCollective]]:
     group = str(info(transfers[0].start).mesh_dim)
     sizes = [max(size_of(t.wait), size_of(t.start.all_input_nodes[0])) for t in transfers]
     rest = iter(transfers)
@@ -140,7 +140,7 @@ def cut(sizes: Sequence[int], wanted: int | None, link: Link, ranks: int) -> lis
     return counts
 
 
-def _join(members: list[Transfer], name: str, together: Callable[[list[Transfer]], None]) -> None:
+def _join(members: list[ParameterCollective], name: str, together: Callable[[list[ParameterCollective]], None]) -> None:
     if len(members) == 1:
         return
     together(members)
@@ -148,13 +148,13 @@ def _join(members: list[Transfer], name: str, together: Callable[[list[Transfer]
         set_info(member.start, info(member.start).replace(bucket=name))
 
 
-def _together_before(members: list[Transfer]) -> None:
+def _together_before(members: list[ParameterCollective]) -> None:
     """Move all starts to the first one: gathers start from shards, which are available at any time."""
     first = min(members, key=lambda t: t.start)
     _place(first.before[0].prev if first.before else first.start.prev, members)
 
 
-def _together_after(members: list[Transfer], chained: dict[fx.Node | None, Transfer]) -> None:
+def _together_after(members: list[ParameterCollective], chained: dict[fx.Node | None, ParameterCollective]) -> None:
     """Move all starts to the last one, and after them their waits and the reductions that start from these."""
     last = max(members, key=lambda t: t.start)
     cursor = _place(last.before[0].prev if last.before else last.start.prev, members)
@@ -168,7 +168,7 @@ def _together_after(members: list[Transfer], chained: dict[fx.Node | None, Trans
                 cursor = node
 
 
-def _place(cursor: fx.Node, members: list[Transfer]) -> fx.Node:
+def _place(cursor: fx.Node, members: list[ParameterCollective]) -> fx.Node:
     """Put what the members' operands need, then their starts, after `cursor`; return the last start."""
     moved = [n for m in members for n in m.before] + [m.start for m in members]
     while cursor in moved:

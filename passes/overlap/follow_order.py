@@ -18,7 +18,7 @@ from zgraph.program.node import Phase, Role, info
 from zgraph.program.program import Program
 
 if TYPE_CHECKING:
-    from zgraph.passes.overlap.scheduling_problem import Bucket, StepToSchedule
+    from zgraph.passes.overlap.scheduling_problem import Bucket, SchedulingProblem
 
 
 class Start(NamedTuple):
@@ -47,7 +47,7 @@ def _start(starts: list[fx.Node]) -> Start:
 
 
 @dataclass
-class Followed:
+class FollowedOrder:
     """The buckets of a step that have not started yet, in the order of another program."""
 
     left: list[tuple[Bucket, Start]]  # each bucket with its start in the other program
@@ -64,7 +64,7 @@ class Followed:
         return bool(self.left) and self.left[0][1].ahead
 
 
-def followed(step: StepToSchedule, order: tuple[Start, ...]) -> Followed | None:
+def follow_order(step: SchedulingProblem, order: tuple[Start, ...]) -> FollowedOrder | None:
     """Return the buckets in this order; None if the two programs do not have the same ones."""
     found: dict[tuple[object, ...], list[Bucket]] = {}
     for bucket in (*step.gathers, *step.reductions):
@@ -75,4 +75,4 @@ def followed(step: StepToSchedule, order: tuple[Start, ...]) -> Followed | None:
         if not same:
             return None
         left.append((same.pop(0), start))
-    return None if any(found.values()) else Followed(left)
+    return None if any(found.values()) else FollowedOrder(left)

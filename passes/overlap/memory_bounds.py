@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from statistics import median_high
 
 from zgraph.errors import PlanError
-from zgraph.passes.analysis.memory_slack import Room
+from zgraph.passes.analysis.memory_slack import MemorySlack
 from zgraph.passes.analysis.parameter_collectives import largest_layer
-from zgraph.passes.overlap.scheduling_problem import Bucket, StepToSchedule
+from zgraph.passes.overlap.scheduling_problem import Bucket, SchedulingProblem
 from zgraph.units import shown_bytes
 
 NO_BOUND = 2**60  # bytes
@@ -33,7 +33,7 @@ class BoundedMemory:
     Its constructor raises `PlanError` if the gathered weights that are needed at once are more than the plan allows.
     """
 
-    def __init__(self, step: StepToSchedule, bounds: Bounds) -> None:
+    def __init__(self, step: SchedulingProblem, bounds: Bounds) -> None:
         self._bounds = bounds
         self.spare = self._spare(step)
         self.room = self._room(step)
@@ -47,7 +47,7 @@ class BoundedMemory:
         self.waiting = 0  # gradients that wait to be scattered
         self.peak = 0  # the most that was gathered
 
-    def _spare(self, step: StepToSchedule) -> int:
+    def _spare(self, step: SchedulingProblem) -> int:
         if self._bounds.spare_bytes is not None:
             return self._bounds.spare_bytes
         if self._bounds.max_bytes is not None:
@@ -55,11 +55,11 @@ class BoundedMemory:
         sizes = [bucket.held for bucket in step.gathers if bucket.counted]
         return max(largest_layer(step.program), int(median_high(sizes)) if sizes else 0)
 
-    def _room(self, step: StepToSchedule) -> Room:
+    def _room(self, step: SchedulingProblem) -> MemorySlack:
         needed = [(b.first, step.last[m], m.bytes) for b in step.gathers if b.counted for m in b.members]
-        return Room(step.others, needed, self.spare)
+        return MemorySlack(step.others, needed, self.spare)
 
-    def _cap(self, step: StepToSchedule, layer: int) -> int:
+    def _cap(self, step: SchedulingProblem, layer: int) -> int:
         """Return the cap on gathered bytes."""
         needed, which = step.needed()
         room = 2 * layer if self._bounds.room_bytes is None else self._bounds.room_bytes

@@ -41,10 +41,10 @@ from zgraph.passes.analysis.costs import CPU, Costs, size_of
 from zgraph.passes.analysis.parameter_collectives import largest_layer
 from zgraph.passes.analysis.timeline import COMPUTE, LINK, Timeline
 from zgraph.passes.contract import graph_pass
-from zgraph.passes.overlap.follow_order import Followed, Start, followed
+from zgraph.passes.overlap.follow_order import FollowedOrder, Start, follow_order
 from zgraph.passes.overlap.memory_bounds import BoundedMemory, Bounds
-from zgraph.passes.overlap.robust_schedule import SPEEDS, Event, Played, least_regret
-from zgraph.passes.overlap.scheduling_problem import Bucket, StepToSchedule
+from zgraph.passes.overlap.robust_schedule import SPEEDS, CandidateSchedule, Event, least_regret
+from zgraph.passes.overlap.scheduling_problem import Bucket, SchedulingProblem
 from zgraph.program.node import Phase, Role, info, set_info
 from zgraph.program.program import Fact, InputRole, Level, Program
 from zgraph.program.remark import Remark
@@ -88,7 +88,7 @@ class OverlapOptions:
     level=Level.SCHEDULED,
 )
 def overlap(program: Program, options: OverlapOptions) -> dict[str, int]:
-    step = StepToSchedule(program, options.costs)
+    step = SchedulingProblem(program, options.costs)
     bounds = Bounds(
         options.max_bytes, options.room_bytes, options.spare_bytes, options.ahead_bytes, options.reduce_bytes
     )
@@ -107,10 +107,10 @@ def overlap(program: Program, options: OverlapOptions) -> dict[str, int]:
     return scheduler.counts
 
 
-def _follow(step: StepToSchedule, bounds: Bounds, options: OverlapOptions) -> _Follower | None:
+def _follow(step: SchedulingProblem, bounds: Bounds, options: OverlapOptions) -> _Follower | None:
     """Return the schedule in the requested order; None if the program can't follow it."""
     step = step.over(1.0)
-    known = followed(step, options.order)
+    known = follow_order(step, options.order)
     if known is None:
         return None
     follower = _Follower(step, BoundedMemory(step, bounds), options, known)
@@ -128,7 +128,7 @@ class _Scheduler:
     them.
     """
 
-    def __init__(self, step: StepToSchedule, memory: BoundedMemory, options: OverlapOptions) -> None:
+    def __init__(self, step: SchedulingProblem, memory: BoundedMemory, options: OverlapOptions) -> None:
         self.step, self.memory, self.options = step, memory, options
         self.timeline = Timeline()
         self.place = {b: i for i, b in enumerate(step.gathers)}
@@ -375,9 +375,9 @@ class _Scheduler:
             if all(m.source is None or m.source in awaited for m in following.members):
                 self.ready.insert(0, following)
 
-    def played(self, speed: float) -> Played:
+    def played(self, speed: float) -> CandidateSchedule:
         """Return the decided schedule, which was made for links of this speed."""
-        return Played(self.events, speed, self.lead)
+        return CandidateSchedule(self.events, speed, self.lead)
 
     # -- the result ------------------------------------------------------------------------------------------------------
     def apply(self) -> None:
@@ -439,7 +439,9 @@ class _Follower(_Scheduler):
     A transfer that an operator needs starts whatever the bounds.
     """
 
-    def __init__(self, step: StepToSchedule, memory: BoundedMemory, options: OverlapOptions, order: Followed) -> None:
+    def __init__(
+        self, step: SchedulingProblem, memory: BoundedMemory, options: OverlapOptions, order: FollowedOrder
+    ) -> None:
         super().__init__(step, memory, options)
         self.follows = order
         phases = [info(n).phase for n in step.operators]

@@ -1,7 +1,7 @@
 """Chooses one of several schedules: one that costs next to nothing if costs are right, and least if they are wrong.
 
 Costs are estimates: a link is shared with others now and then, products are slower beside transfers, and no program
-reaches a data sheet's rates. So the step is scheduled for links that are up to `DOUBT` times faster and slower than
+reaches a data sheet's rates. So the step is scheduled for links that are up to `SPEED_SAFETY_FACTOR` times faster and slower than
 stated, and each schedule is replayed on all these links. (To a schedule, slower products are the same as faster links.)
 The time that a schedule would lose on a link against the schedule that is best on it is its regret; the least of the
 greatest regrets wins (Savage, 1951, "The Theory of Statistical Decision"), among schedules that lose at most `PRICE` if
@@ -15,8 +15,10 @@ from dataclasses import dataclass
 
 from zgraph.passes.overlap.scheduling_problem import Bucket
 
-DOUBT = 4.0  # kernels reach a quarter of a data sheet's rates and more; four ranks of a machine share its link
-SPEEDS = (1.0, 2.0, DOUBT, 0.5, 1 / DOUBT)  # of links, as multiples of their stated speed
+SPEED_SAFETY_FACTOR = (
+    4.0  # kernels reach a quarter of a data sheet's rates and more; four ranks of a machine share its link
+)
+SPEEDS = (1.0, 2.0, SPEED_SAFETY_FACTOR, 0.5, 1 / SPEED_SAFETY_FACTOR)  # of links, as multiples of their stated speed
 PRICE = 0.01  # of a step's time
 
 
@@ -31,7 +33,7 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Played:
+class CandidateSchedule:
     """The schedule that a scheduler has decided."""
 
     events: Sequence[Event]  # what happens, in order
@@ -55,7 +57,7 @@ class Played:
         return max(clock, link)
 
 
-def least_regret(schedules: Sequence[Played]) -> int:
+def least_regret(schedules: Sequence[CandidateSchedule]) -> int:
     """Return the position of the schedule to take; the first one is made for the stated speed of links."""
     seconds = [[played.seconds(speed) for speed in SPEEDS] for played in schedules]
     best = [min(column) or 1.0 for column in zip(*seconds, strict=True)]

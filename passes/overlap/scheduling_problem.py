@@ -11,7 +11,7 @@ from torch import fx
 
 from zgraph.passes.analysis.costs import Costs
 from zgraph.passes.analysis.memory import memory_of
-from zgraph.passes.analysis.parameter_collectives import Transfer, gathers_of, reductions_of
+from zgraph.passes.analysis.parameter_collectives import ParameterCollective, gathers_of, reductions_of
 from zgraph.program import collectives
 from zgraph.program.aliases import is_view
 from zgraph.program.groups import ranks_in
@@ -23,7 +23,7 @@ from zgraph.program.program import Program
 class Bucket:
     """Transfers that start together."""
 
-    members: list[Transfer]  # the transfers, in order
+    members: list[ParameterCollective]  # the transfers, in order
     seconds: float  # on the link
     work: float  # of the compute stream, to start them
     held: int  # bytes, from the start on
@@ -36,7 +36,7 @@ class Bucket:
     blocked: tuple[str, str] | None = None  # why it could not start earlier, and the setting that would let it
 
 
-class StepToSchedule:
+class SchedulingProblem:
     """A step's operators and transfers. The constructor puts views of gathered parameters before their first readers,
     and changes nothing else.
     """
@@ -53,7 +53,7 @@ class StepToSchedule:
         self.before = [0.0]  # the time at which each operator would start without communication
         for seconds in self.cost:
             self.before.append(self.before[-1] + seconds)
-        self.last: dict[Transfer, int] = {}  # the position of the last reader of each gather
+        self.last: dict[ParameterCollective, int] = {}  # the position of the last reader of each gather
         self.gathers = self._gathers(gathers)
         self.reductions = [self._bucket(b) for b in _buckets(reductions)]
         ends = {t.last for t in reductions}
@@ -68,7 +68,7 @@ class StepToSchedule:
         memory = dict(zip(self.program.graph.nodes, memory_of(self.program, self.costs.fused), strict=True))
         return [sum(memory[n].values()) - memory[n].get("gathered", 0) for n in self.operators]
 
-    def over(self, speed: float) -> StepToSchedule:
+    def over(self, speed: float) -> SchedulingProblem:
         """Return the same step, not scheduled yet, over links that are `speed` times as fast."""
         found = copy.copy(self)
         made = {b: replace(b, seconds=b.seconds / speed) for b in (*self.gathers, *self.reductions)}
@@ -77,13 +77,13 @@ class StepToSchedule:
         found.chained = {wait: made[b] for wait, b in self.chained.items()}
         return found
 
-    def _bucket(self, members: list[Transfer]) -> Bucket:
+    def _bucket(self, members: list[ParameterCollective]) -> Bucket:
         starts = [m.start for m in members]
         ranks = ranks_in(collectives.group_of(starts[0]), self.program.mesh)
         seconds, work = self.costs.transfer(starts, ranks), self.costs.work(starts)
         return Bucket(members, seconds, work, sum(m.bytes for m in members))
 
-    def _gathers(self, gathers: list[Transfer]) -> list[Bucket]:
+    def _gathers(self, gathers: list[ParameterCollective]) -> list[Bucket]:
         """Return the buckets of gathers in the order of their first readers."""
         results = {n for _, n in self.program.output_items()}
         count = len(self.operators)
@@ -136,7 +136,7 @@ class StepToSchedule:
         return worst, which
 
 
-def _sink_views(gathers: list[Transfer]) -> None:
+def _sink_views(gathers: list[ParameterCollective]) -> None:
     """Move views of a gathered parameter before their first reader: a view is no reason to gather."""
     for gather in gathers:
         for view in reversed([n for n in _all_views(gather.last) if n not in gather.nodes]):
@@ -145,9 +145,9 @@ def _sink_views(gathers: list[Transfer]) -> None:
                 min(users).prepend(view)
 
 
-def _buckets(transfers: list[Transfer]) -> list[list[Transfer]]:
+def _buckets(transfers: list[ParameterCollective]) -> list[list[ParameterCollective]]:
     """Return transfers by bucket; one without a bucket is by itself."""
-    found: dict[object, list[Transfer]] = {}
+    found: dict[object, list[ParameterCollective]] = {}
     for transfer in transfers:
         found.setdefault(info(transfer.start).bucket or transfer, []).append(transfer)
     return list(found.values())

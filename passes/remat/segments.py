@@ -40,7 +40,7 @@ WAYS = 10  # of a segment
 
 
 @dataclass(frozen=True)
-class Way:
+class SegmentOption:
     """A set of a segment's values that stay from its forward to its backward, and what it costs."""
 
     kept: frozenset[fx.Node]  # the storages that stay
@@ -67,7 +67,7 @@ class Segment:
     gradients: int = 0  # bytes of the parameters' gradients that its backward makes
     tangents: int = 0  # bytes of values of later segments' backwards that are live when its backward begins
     dying: frozenset[fx.Node] = frozenset()  # the storages of these that no earlier segment's backward reads
-    ways: list[Way] = field(default_factory=list)  # ordered by bytes: the first keeps nothing, the last all
+    ways: list[SegmentOption] = field(default_factory=list)  # ordered by bytes: the first keeps nothing, the last all
 
     @property
     def input_bytes(self) -> int:
@@ -174,7 +174,7 @@ class _Builder:
             }  # (the backward of another segment than its own reads it)
             segment.needs = frozenset(r for r in read if place[r] == number)
         self._backward_crossings(segments)
-        known: dict[str, list[tuple[frozenset[int], Way]]] = {}
+        known: dict[str, list[tuple[frozenset[int], SegmentOption]]] = {}
         for segment in segments:
             segment.before -= self.pinned
             segment.behind -= self.pinned
@@ -302,7 +302,9 @@ class _Builder:
                 segments[first].dying |= {root}
 
     # -- ways -----------------------------------------------------------------------------------------------------------
-    def _ways(self, segment: Segment, known: dict[str, list[tuple[frozenset[int], Way]]]) -> list[Way]:
+    def _ways(
+        self, segment: Segment, known: dict[str, list[tuple[frozenset[int], SegmentOption]]]
+    ) -> list[SegmentOption]:
         """Return the ways of a segment, found once for segments of equal nodes."""
         index = {n: i for i, n in enumerate(segment.nodes)}
         key = self._signature(segment, index)
@@ -343,7 +345,7 @@ class _Ways:
         self.fused = builder.fused
         self.inlined = builder.inlined
 
-    def found(self) -> list[Way]:
+    def found(self) -> list[SegmentOption]:
         kept = set(self.segment.needs)
         ways = [self._way(frozenset(kept))]
         while kept:
@@ -366,7 +368,7 @@ class _Ways:
         seconds = sum(self.seconds.get(n, 0.0) for n in self.segment.nodes if n in again)
         return seconds, self.segment.before.isdisjoint(r for n in order for r in self.storages(n))
 
-    def _way(self, kept: frozenset[fx.Node]) -> Way:
+    def _way(self, kept: frozenset[fx.Node]) -> SegmentOption:
         segment = self.segment
         shared = sum(map(most_bytes, kept & segment.behind))
         held = sum(map(most_bytes, kept)) - shared
@@ -374,7 +376,7 @@ class _Ways:
         seconds, alone = self._again(order)
         besides = self._backward_peak(order, kept, there=True)
         whole = besides if alone else self._backward_peak(order, kept, there=False)
-        return Way(kept, held, shared, seconds, self._forward_peak(kept), besides, whole, alone)
+        return SegmentOption(kept, held, shared, seconds, self._forward_peak(kept), besides, whole, alone)
 
     def _forward_peak(self, kept: frozenset[fx.Node]) -> int:
         stays = kept | self.segment.behind
@@ -463,11 +465,11 @@ def backward_order(segment: Segment, available: Collection[fx.Node]) -> list[fx.
     return order
 
 
-def _thinned(ways: list[Way]) -> list[Way]:
+def _thinned(ways: list[SegmentOption]) -> list[SegmentOption]:
     """Return at most `WAYS` ways, with the first and the last, without those that another way beats in bytes and in
     seconds.
     """
-    best: list[Way] = []
+    best: list[SegmentOption] = []
     for way in ways:
         while best and best[-1].seconds <= way.seconds and len(best) > 1:
             best.pop()

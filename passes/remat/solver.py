@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zgraph.passes.analysis.costs import Costs
-from zgraph.passes.remat.segments import Chain, Segment, Way, chain_of
+from zgraph.passes.remat.segments import Chain, Segment, SegmentOption, chain_of
 from zgraph.program.program import Program
 
 SLOTS = 1500
@@ -179,7 +179,7 @@ class Rotor:
             parts = [(_Key(k, j, first, held=False), comes), (_Key(i, k - 1, first=False, held=held), grown)]
             yield _Choice("again", k, float(self.cost[k] - self.cost[i]), least, parts)
 
-    def _behind(self, key: _Key, way: Way) -> list[list[tuple[_Key, int]]]:
+    def _behind(self, key: _Key, way: SegmentOption) -> list[list[tuple[_Key, int]]]:
         """Return how the segments after one that is kept this way may go on: what it shares with their input counts
         once.
         """

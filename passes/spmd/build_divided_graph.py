@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from zgraph.passes.spmd.choose_placements import Decisions, Way, ways_along
+from zgraph.passes.spmd.choose_placements import PlacementChoices, Strategy, ways_along
 from zgraph.passes.spmd.divided_indexing import Build
 from zgraph.passes.spmd.local_sizes import localise
 from zgraph.passes.spmd.placements import REPLICATE, Partial, Placement, Placements, Replicate, Shard
@@ -38,7 +38,7 @@ _BLIND = frozenset(
 class Builder:
     """A builder that turns each node of a captured program into a rank's, as decided."""
 
-    def __init__(self, placements: Placements, decisions: Decisions) -> None:
+    def __init__(self, placements: Placements, decisions: PlacementChoices) -> None:
         self.program, self.placements, self.decisions = placements.program, placements, decisions
         self.axes, self.ranks = placements.axes, placements.ranks
         self.reshard = Resharder(placements)
@@ -132,7 +132,7 @@ class Builder:
                 given.append(self._converted_to(node, state, output) if isinstance(node, fx.Node) else node)
         output.args = (tuple(given),)
 
-    def _build(self, node: fx.Node, way: Way) -> None:
+    def _build(self, node: fx.Node, way: Strategy) -> None:
         operands = operands_of(node)
         given = [self._converted_to(o, s, node) for o, s in zip(operands, way.operands, strict=True)]
         if getattr(node.target, "overloadpacket", None) in _BLIND:
@@ -184,7 +184,7 @@ class Builder:
         self.placements.stands_for(made, node, [target])
         return made
 
-    def _replayable(self, node: fx.Node, state: Placement, target: Placement) -> Way | None:
+    def _replayable(self, node: fx.Node, state: Placement, target: Placement) -> Strategy | None:
         """Return how a view is made from its base in the other placement (so that all views of one value share its
         transfer), or None.
         """
@@ -192,12 +192,12 @@ class Builder:
         if source is None or isinstance(state, Replicate) or type(self.placements.of(source)) is not type(state):
             return None
         if isinstance(target, Replicate):
-            return Way((REPLICATE,), (REPLICATE,))
+            return Strategy((REPLICATE,), (REPLICATE,))
         assert isinstance(target, Shard)
         ways = ways_along(self.placements, node, target.axis)
         return next((w for w in ways if w.results == (target,) and isinstance(w.operands[0], Shard)), None)
 
-    def _replay(self, node: fx.Node, way: Way, user: fx.Node) -> fx.Node:
+    def _replay(self, node: fx.Node, way: Strategy, user: fx.Node) -> fx.Node:
         source = operands_of(node)[0]
         converted = self._converted_to(source, way.operands[0], user)
         args, kwargs = self.placements.arguments[node]
@@ -213,7 +213,7 @@ class Builder:
         self._evaluate(made)
         return made
 
-    def _by_hand(self, node: fx.Node, way: Way, build: Build, given: list[fx.Node]) -> None:
+    def _by_hand(self, node: fx.Node, way: Strategy, build: Build, given: list[fx.Node]) -> None:
         with self.program.graph.inserting_before(node):
             made = build(self.reshard, node, given, info(node).replace(made_by="divide"))
         picks = {node: made} if isinstance(made, fx.Node) else {u: made[argument(u, 1)] for u in node.users}

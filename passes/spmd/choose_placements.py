@@ -39,7 +39,7 @@ _PASSED_ON = {
 
 
 @dataclass(frozen=True)
-class Way:
+class Strategy:
     """One way to compute a node."""
 
     operands: tuple[Placement, ...]  # the placements in which it needs its operands
@@ -47,7 +47,7 @@ class Way:
     build: Build | None = None  # builds it from a rank's parts of other operators; None: the operator itself
 
 
-FindWay = Callable[[Placements, fx.Node], Way | None]
+FindWay = Callable[[Placements, fx.Node], Strategy | None]
 """Returns the way that replaces those of a node's rule; None if the rule's ways stay."""
 
 
@@ -63,14 +63,14 @@ class Goal:
 
 
 @dataclass(frozen=True)
-class Decisions:
+class PlacementChoices:
     """How each node is computed. The placements of the values are in `Placements`."""
 
     own: Mapping[fx.Node, Shard]  # the parameters that ranks have parts of
-    ways: Mapping[fx.Node, Way]  # how each operator is computed
+    ways: Mapping[fx.Node, Strategy]  # how each operator is computed
 
 
-def decide(placements: Placements, goal: Goal) -> Decisions:
+def choose_placements(placements: Placements, goal: Goal) -> PlacementChoices:
     """Decide for a whole program; `placements` then has that of each value.
 
     Raises `PassError` for a parameter that can't be divided as its layout says.
@@ -110,7 +110,7 @@ def _in_what(placement: Placement) -> object:
     return placement.axis if isinstance(placement, Shard) else placement
 
 
-def ways_along(placements: Placements, node: fx.Node, axis: Axis) -> list[Way]:
+def ways_along(placements: Placements, node: fx.Node, axis: Axis) -> list[Strategy]:
     """Return the ways to compute a node in parts along an axis: one for each label of its rule that covers the axis."""
     rule = placements.axes.rules[node]
     labels = [x for x in rule.sizes if axis in placements.axes.under(node, rule, x)]
@@ -118,7 +118,7 @@ def ways_along(placements: Placements, node: fx.Node, axis: Axis) -> list[Way]:
     return [way for way in found if way is not None]
 
 
-def _way_along(placements: Placements, node: fx.Node, axis: Axis, label: Label) -> Way | None:
+def _way_along(placements: Placements, node: fx.Node, axis: Axis, label: Label) -> Strategy | None:
     rule = placements.axes.rules[node]
     if label in rule.whole:
         return _indexed(placements, node, axis) if label == "rows" else None
@@ -135,7 +135,7 @@ def _way_along(placements: Placements, node: fx.Node, axis: Axis, label: Label) 
         if shape[here].count(axis) != 1:
             return None
         results.append(Shard(axis, here))
-    return Way(tuple(operands), tuple(results))
+    return Strategy(tuple(operands), tuple(results))
 
 
 def _operands_along(placements: Placements, node: fx.Node, axis: Axis, label: Label) -> list[Placement] | None:
@@ -158,7 +158,7 @@ def _operands_along(placements: Placements, node: fx.Node, axis: Axis, label: La
     return given
 
 
-def _indexed(placements: Placements, node: fx.Node, axis: Axis) -> Way | None:
+def _indexed(placements: Placements, node: fx.Node, axis: Axis) -> Strategy | None:
     """Return the way to look up, or to put, only what is in a rank's part of the indexed dimension; None if there is
     none.
     """
@@ -172,9 +172,9 @@ def _indexed(placements: Placements, node: fx.Node, axis: Axis) -> Way | None:
     if axes.shapes(table)[0][at][:1] != (axis,):
         return None
     if node.target in LOOK_UP:
-        return Way((read, *others), (Partial("sum"),), INDEXED[node.target])
+        return Strategy((read, *others), (Partial("sum"),), INDEXED[node.target])
     first: Placement = REPLICATE if node.target is aten.embedding_dense_backward.default else read
-    return Way((first, *others), (read,), INDEXED[node.target])
+    return Strategy((first, *others), (read,), INDEXED[node.target])
 
 
 class _Decider:
@@ -182,7 +182,7 @@ class _Decider:
         self.placements, self.goal = placements, goal
         self.program, self.axes, self.ranks = placements.program, placements.axes, placements.ranks
         self.own = _divided_parameters(placements)
-        self.ways: dict[fx.Node, Way] = {}
+        self.ways: dict[fx.Node, Strategy] = {}
         self.trained: set[fx.Node] = set()  # parameters, and values that depend on them
         self.weights: set[fx.Node] = set()  # divided parameters, and views of them
         self.wanted: dict[
@@ -190,7 +190,7 @@ class _Decider:
         ] = {}  # placements that gradients, and values passed on to them, should have
         self._paid: set[tuple[fx.Node, object]] = set()  # values converted already (one conversion serves all readers)
 
-    def decide(self) -> Decisions:
+    def decide(self) -> PlacementChoices:
         self._want()
         parameters = set(self.program.input_nodes(InputRole.PARAMETER).values())
         node = next(iter(self.program.graph.nodes))
@@ -216,7 +216,7 @@ class _Decider:
                     if operand in self.weights and is_view(node):
                         self.weights.add(node)
             node = following
-        return Decisions(self.own, self.ways)
+        return PlacementChoices(self.own, self.ways)
 
     def _want(self) -> None:
         """Note the placements that gradients, and values that are passed on to them, should have."""
@@ -256,17 +256,17 @@ class _Decider:
         if old in self.wanted:
             self.wanted[made] = self.wanted[old]
 
-    def _way(self, node: fx.Node) -> Way:
+    def _way(self, node: fx.Node) -> Strategy:
         operands = operands_of(node)
         if collectives.is_wait(node):
             # Between a start over other ranks and its wait nothing can be done with the value.
             state = self.placements.of(operands[0])
-            return Way((state,), (state,))
+            return Strategy((state,), (state,))
         rule = self.axes.rules.get(node)
-        whole = Way(self._whole(rule, operands), (REPLICATE,) * len(self.axes.shapes(node)))
+        whole = Strategy(self._whole(rule, operands), (REPLICATE,) * len(self.axes.shapes(node)))
         ways = [whole] if rule is None else [*self._ways(node, rule, operands), whole]
         if _drops(node) and isinstance(state := self.placements.of(operands[0]), Shard):
-            ways.insert(0, Way((state,), (state, state), build_dropout))
+            ways.insert(0, Strategy((state,), (state, state), build_dropout))
         if node in self.wanted:
             # Gradients of weights are sums over a sequence, however short it is: else all of it would be on each rank.
             sums = [w for w in ways if any(isinstance(s, Shard) and s.axis in self.goal.along for s in w.operands)]
@@ -284,16 +284,16 @@ class _Decider:
         ]
         return tuple(s if k else REPLICATE for s, k in zip(states, kept, strict=True))
 
-    def _ways(self, node: fx.Node, rule: Rule, operands: Sequence[fx.Node]) -> list[Way]:
+    def _ways(self, node: fx.Node, rule: Rule, operands: Sequence[fx.Node]) -> list[Strategy]:
         find = self.goal.ways.get(node.target)
         if find is not None and (own := find(self.placements, node)) is not None:
             return [own]
         states = [self.placements.of(o) for o in operands]
-        found: list[Way] = []
+        found: list[Strategy] = []
         linear = [states[i] for i in rule.linear]
         if linear and all(isinstance(s, Partial) and s.reduce_op == "sum" for s in linear):
             given = tuple(Partial("sum") if i in rule.linear else REPLICATE for i in range(len(operands)))
-            found.append(Way(given, (Partial("sum"),) * len(rule.results)))
+            found.append(Strategy(given, (Partial("sum"),) * len(rule.results)))
         candidates = {s.axis: None for s in states if isinstance(s, Shard)}
         wish = self.wanted.get(node)
         if isinstance(wish, Shard):
@@ -317,7 +317,7 @@ class _Decider:
                     found += ways_along(self.placements, node, axis)
         return found
 
-    def _cost(self, node: fx.Node, operands: Sequence[fx.Node], way: Way) -> tuple[float, int]:
+    def _cost(self, node: fx.Node, operands: Sequence[fx.Node], way: Strategy) -> tuple[float, int]:
         """Return the bytes that a rank sends, and, to choose among equals, the number of results that it computes
         whole.
         """

@@ -4,7 +4,7 @@ they are needed.
 *Contract.* On entry the program is the plain single-device graph; the layouts of its parameters say which are divided,
 and how. The placement of every other value follows from it, node by node, in order. A value is `Replicate` (whole on
 each rank), `Shard` (rank r has the r-th of equal pieces along one axis), or `Partial` (the sum over ranks, or their
-maximum, is the value): DTensor's words. `decide` chooses for each node the way that sends the fewest bytes, `Builder`
+maximum, is the value): DTensor's words. `choose_placements` chooses for each node the way that sends the fewest bytes, `Builder`
 makes the program from these decisions. On exit all outputs are whole but the gradients, which are stored as their
 parameters are.
 
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from zgraph.passes.analysis.axes import Axes
 from zgraph.passes.contract import graph_pass
 from zgraph.passes.spmd.build_divided_graph import Builder
-from zgraph.passes.spmd.choose_placements import Goal, decide
+from zgraph.passes.spmd.choose_placements import Goal, choose_placements
 from zgraph.passes.spmd.placements import Placements
 from zgraph.program.program import Fact, Level, Program
 
@@ -50,4 +50,4 @@ def divide(program: Program, options: DivideOptions) -> dict[str, int]:
 
 def divide_program(placements: Placements, goal: Goal) -> dict[str, int]:
     """Decide how each node is computed, then build the program. Return the counts of collectives, and their bytes."""
-    return Builder(placements, decide(placements, goal)).run()
+    return Builder(placements, choose_placements(placements, goal)).run()

@@ -16,7 +16,7 @@ from collections.abc import Collection
 from torch import fx
 
 from zgraph.passes.analysis.axes import Axes, Axis
-from zgraph.passes.spmd.choose_placements import Way
+from zgraph.passes.spmd.choose_placements import Strategy
 from zgraph.passes.spmd.placements import Placement, Placements, Shard
 from zgraph.passes.spmd.reshard import Resharder
 from zgraph.passes.spmd.ring import ROWS, Ring
@@ -44,7 +44,7 @@ def can_ring_packed(node: fx.Node, axes: Axes, along: Collection[Axis]) -> bool:
     return all(len(row) == 1 and row == rows[0] for row in rows) and rows[0][0] in along
 
 
-def packed_ring_way(placements: Placements, node: fx.Node, along: Collection[Axis]) -> Way | None:
+def packed_ring_way(placements: Placements, node: fx.Node, along: Collection[Axis]) -> Strategy | None:
     """Return the way to compute it by a ring; None where a ring can't."""
     if not can_ring_packed(node, placements.axes, along):
         return None
@@ -54,8 +54,8 @@ def packed_ring_way(placements: Placements, node: fx.Node, along: Collection[Axi
         at = ROWS if len(shape) > ROWS else len(shape) - 1
         operands.append(Shard(shape[at][0], at))
     if node.target is PACKED:
-        return Way(tuple(operands), (operands[0], operands[0]), _forward)
-    return Way(tuple(operands), tuple(operands[1:4]), _backward)
+        return Strategy(tuple(operands), (operands[0], operands[0]), _forward)
+    return Strategy(tuple(operands), tuple(operands[1:4]), _backward)
 
 
 def _forward(reshard: Resharder, node: fx.Node, given: list[fx.Node], record: NodeInfo) -> tuple[fx.Node, ...]:

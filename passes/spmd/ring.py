@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from zgraph.passes.analysis.axes import Axes, Axis
-from zgraph.passes.spmd.choose_placements import Way
+from zgraph.passes.spmd.choose_placements import Strategy
 from zgraph.passes.spmd.placements import REPLICATE, Placement, Placements, Shard, bytes_of
 from zgraph.passes.spmd.reshard import Resharder
 from zgraph.passes.spmd.sharding_rules import argument, operands_of
@@ -63,7 +63,7 @@ def can_ring(node: fx.Node, axes: Axes, along: Collection[Axis], folded: Collect
     return not is_causal(node) or (queries == keys and queries[0] in folded)
 
 
-def ring_way(placements: Placements, node: fx.Node, along: Collection[Axis]) -> Way | None:
+def ring_way(placements: Placements, node: fx.Node, along: Collection[Axis]) -> Strategy | None:
     """Return the way to compute an attention operator by a ring; None where a ring can't."""
     if not can_ring(node, placements.axes, along, placements.folded):
         return None
@@ -75,8 +75,8 @@ def ring_way(placements: Placements, node: fx.Node, along: Collection[Axis]) -> 
     if node.target in _FORWARD:
         rows = operands[0]
         others = [REPLICATE] * (len(placements.axes.shapes(node)) - 2)
-        return Way(tuple(operands), (rows, rows, *others), _forward)
-    return Way(tuple(operands), (operands[1], operands[2], operands[3]), _backward)
+        return Strategy(tuple(operands), (rows, rows, *others), _forward)
+    return Strategy(tuple(operands), (operands[1], operands[2], operands[3]), _backward)
 
 
 def _forward(reshard: Resharder, node: fx.Node, given: list[fx.Node], record: NodeInfo) -> tuple[fx.Node, ...]:

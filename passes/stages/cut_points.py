@@ -28,8 +28,8 @@ from torch import fx
 from zgraph.errors import PlanError
 from zgraph.names import did_you_mean
 from zgraph.passes.analysis.costs import Costs, size_of
-from zgraph.passes.analysis.repeated_layers import blocks_of
-from zgraph.passes.stages.min_cuts import Anchor, Line
+from zgraph.passes.analysis.repeated_layers import repeated_layers
+from zgraph.passes.stages.min_cuts import Anchor, AnchorChain
 from zgraph.passes.stages.stage_costs import Load, loads_of
 from zgraph.program.program import Program
 from zgraph.record import Record, joined
@@ -39,7 +39,7 @@ Table = NDArray[np.float64]
 EQUAL = 1e-9  # relative: times that differ by less are sums of the same terms, rounded differently
 
 
-class Place(Record, frozen=True):
+class CutPosition(Record, frozen=True):
     """One cut of a model's forward, in terms that hold for all of the model's programs."""
 
     reads: int  # the number of parameters' reads before the cut
@@ -51,7 +51,7 @@ class Cuts(Record, frozen=True):
     """Where a model is cut."""
 
     reads: tuple[str, ...]  # the parameters that its forward reads, in order; the places count them
-    places: tuple[Place, ...]  # in order, one fewer than stages
+    places: tuple[CutPosition, ...]  # in order, one fewer than stages
 
     @property
     def stages(self) -> int:
@@ -65,7 +65,7 @@ class Cuts(Record, frozen=True):
 
 
 @dataclass(frozen=True)
-class Room:
+class StageBudget:
     """The memory that a stage may take, for "time": `states` times its parameters' bytes plus `in_flight` times what a
     micro-batch saves.
     """
@@ -84,7 +84,7 @@ def assign(program: Program, cuts: Cuts) -> dict[fx.Node, int]:
     a stage without anything to do, or if a cut would separate a random operator from its state, or a buffer that
     changes from its readers.
     """
-    line = Line(program)
+    line = AnchorChain(program)
     positions = _positions(line, cuts)
     _refuse(line, positions)
     return line.assign(positions)
@@ -97,7 +97,7 @@ def find_cuts(
     costs: Costs,
     *,
     types: Mapping[str, str] | None = None,
-    room: Room | None = None,
+    room: StageBudget | None = None,
 ) -> Cuts:
     """Return the cuts of a captured program into this number of stages.
 
@@ -113,12 +113,12 @@ def find_cuts(
     Raises `PlanError` (`where` "partition") for anything else, for more stages than there can be, and for cuts that `assign` would refuse;
     (`where` "memory_budget") if nothing fits into `room`, with the smallest budget that would do.
     """
-    line = Line(program)
+    line = AnchorChain(program)
     _refuse_number(stages, len(line.anchors), "operators that read parameters or do real arithmetic")
     if not isinstance(how, str):
         positions = _named(line, stages, how, types or {})
     elif how == "uniform":
-        positions = _equal(blocks_of(line.anchors), stages, "blocks")
+        positions = _equal(repeated_layers(line.anchors), stages, "blocks")
     elif how.startswith("type:"):
         positions = _equal(_matching(line, how.removeprefix("type:"), types or {}), stages, f"modules of {how}")
     elif how in ("time", "parameters"):
@@ -144,7 +144,7 @@ def _refuse_number(stages: int, most: int, of: str, why: str | None = None) -> N
         )
 
 
-def _refuse(line: Line, positions: Iterable[int]) -> None:
+def _refuse(line: AnchorChain, positions: Iterable[int]) -> None:
     for position in positions:
         why = line.refusal(position)
         if why is not None:
@@ -162,15 +162,15 @@ def _reads(anchors: Sequence[Anchor]) -> tuple[str, ...]:
     return tuple(name for anchor in anchors for name in anchor.params)
 
 
-def _place(anchors: Sequence[Anchor], position: int) -> Place:
+def _place(anchors: Sequence[Anchor], position: int) -> CutPosition:
     start = position
     while start and not anchors[start - 1].params:
         start -= 1
     end = next((i for i in range(position, len(anchors)) if anchors[i].params), len(anchors))
-    return Place(reads=len(_reads(anchors[:position])), passed=position - start, between=end - start)
+    return CutPosition(reads=len(_reads(anchors[:position])), passed=position - start, between=end - start)
 
 
-def _positions(line: Line, cuts: Cuts) -> list[int]:
+def _positions(line: AnchorChain, cuts: Cuts) -> list[int]:
     """Return the positions of `cuts` in a program; if it has other operators between the same reads, at the same share
     of them.
     """
@@ -227,7 +227,7 @@ def _between_parameters(anchors: Sequence[Anchor], cuts: Cuts) -> list[int] | No
     return found
 
 
-def _parted(line: Line, positions: list[int]) -> list[int]:
+def _parted(line: AnchorChain, positions: list[int]) -> list[int]:
     """Return these positions. Raises `PlanError` where there is nothing between two."""
     bounds = [0, *positions, len(line.anchors)]
     if any(a >= b for a, b in itertools.pairwise(bounds)):
@@ -255,7 +255,7 @@ def _settled(reads: Sequence[str]) -> list[str]:
 
 
 # -- cuts that a plan names --------------------------------------------------------------------------------------------
-def _firsts(line: Line) -> dict[str, int]:
+def _firsts(line: AnchorChain) -> dict[str, int]:
     """Return the first anchor of each module, by all of its names."""
     found: dict[str, int] = {}
     for i, anchor in enumerate(line.anchors):
@@ -264,7 +264,7 @@ def _firsts(line: Line) -> dict[str, int]:
     return found
 
 
-def _named(line: Line, stages: int, paths: Sequence[str], types: Mapping[str, str]) -> list[int]:
+def _named(line: AnchorChain, stages: int, paths: Sequence[str], types: Mapping[str, str]) -> list[int]:
     firsts = _firsts(line)
     faults = [
         PlanError(
@@ -309,7 +309,7 @@ def _named(line: Line, stages: int, paths: Sequence[str], types: Mapping[str, st
     return found
 
 
-def _matching(line: Line, pattern: str, types: Mapping[str, str]) -> list[int]:
+def _matching(line: AnchorChain, pattern: str, types: Mapping[str, str]) -> list[int]:
     """Return the first anchors of the modules whose class name matches."""
     try:
         regex = re.compile(pattern, re.IGNORECASE)
@@ -333,7 +333,7 @@ def _equal(starts: Sequence[int], stages: int, of: str) -> list[int]:
 
 
 # -- cuts that are found -------------------------------------------------------------------------------------------------
-def _searched(line: Line, stages: int, how: str, costs: Costs, room: Room | None) -> list[int]:
+def _searched(line: AnchorChain, stages: int, how: str, costs: Costs, room: StageBudget | None) -> list[int]:
     points = [0, *line.positions, len(line.anchors)]
     _refuse_number(stages, len(points) - 1, "places for cuts", why=next((b.why for b in line.bonds), None))
     sides = [line.near(q) for q in line.positions]

@@ -8,7 +8,7 @@ of its own:
     those, tangents, values that come back from later (RETURNED)    -> gradients, values for earlier stages (RETURNED)
 
 `zgraph.passes.stages.stage_assignment` says which stage makes each value, and which read it. A value that is made in
-one stage and read in another is a `Transfer`, directly between the two. It arrives without gaps and with memory of its
+one stage and read in another is a `StageMessage`, directly between the two. It arrives without gaps and with memory of its
 own. Every stage has the gradient of each parameter that it holds: if several stages hold a parameter these are parts,
 whose sum is the gradient.
 """
@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from zgraph.errors import PlanError
-from zgraph.passes.stages.stage_assignment import Homes
+from zgraph.passes.stages.stage_assignment import StageAssignment
 from zgraph.program.aliases import root_of
 from zgraph.program.node import NodeInfo, Phase, info, set_info, tensor, value
 from zgraph.program.program import InputRole, OutputRole, Port, Program, of_backward
@@ -34,7 +34,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Transfer:
+class StageMessage:
     """A value that one stage sends to another for each micro-batch."""
 
     name: str  # the name of its node in the joint program
@@ -54,7 +54,7 @@ class Stages:
     """The programs of a pipeline's stages."""
 
     programs: tuple[Program, ...]  # in the order of the stages
-    transfers: tuple[Transfer, ...]  # what crosses between stages, in the order in which each stage makes it
+    transfers: tuple[StageMessage, ...]  # what crosses between stages, in the order in which each stage makes it
     holders: dict[str, tuple[int, ...]]  # the stages that hold each parameter, by its name
 
 
@@ -65,13 +65,13 @@ def cut_stages(joint: Program, forward: Mapping[fx.Node, int], count: int) -> St
     Raises `PlanError` for a buffer that one stage changes and another reads, for an input that wants a gradient, for a
     Python number that crosses a cut, and for `as_strided` on a value that comes from another stage in another layout.
     """
-    homes = Homes(joint, forward, count)
+    homes = StageAssignment(joint, forward, count)
     transfers = _transfers(homes)
     programs = tuple(_StageProgram(homes, transfers, stage).build() for stage in range(count))
     return Stages(programs, tuple(transfers), homes.holders)
 
 
-def _transfers(homes: Homes) -> list[Transfer]:
+def _transfers(homes: StageAssignment) -> list[StageMessage]:
     found = []
     for node in (*homes.ports, *homes.nodes):
         if homes.everywhere(node):
@@ -80,7 +80,7 @@ def _transfers(homes: Homes) -> list[Transfer]:
         for target in sorted(homes.readers[node] - {source}):
             if target > source and info(node).phase is Phase.BACKWARD:
                 raise AssertionError(f"{node.name}: a gradient would flow from stage {source} to stage {target}")
-            found.append(Transfer(node.name, source, target, target < source, _as_sent(node, homes.joint)))
+            found.append(StageMessage(node.name, source, target, target < source, _as_sent(node, homes.joint)))
     return found
 
 
@@ -109,7 +109,7 @@ def _as_sent(node: fx.Node, joint: Program) -> torch.Tensor:
 class _StageProgram:
     """A builder of one stage's program."""
 
-    def __init__(self, homes: Homes, transfers: list[Transfer], stage: int) -> None:
+    def __init__(self, homes: StageAssignment, transfers: list[StageMessage], stage: int) -> None:
         self.homes = homes
         self.stage = stage
         self.coming = [t for t in transfers if t.target == stage]

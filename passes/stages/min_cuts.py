@@ -3,7 +3,7 @@ cross.
 
 *Anchors* are the operators that read a parameter or do real arithmetic, in order. A cut lies between two of them, and
 all anchors before it stand on its near side. The light operators between anchors are free: a minimum cut in bytes
-decides (`Line.near`), in which
+decides (`AnchorChain.near`), in which
 
 - a value counts once, however many read it on the far side, and whatever leaves the program is read there (the last stage gives it);
 - what is made of inputs and buffers alone counts nothing: every stage makes it for itself (`free_nodes`);
@@ -197,7 +197,7 @@ def carrier(node: fx.Node) -> fx.Node:
     return node
 
 
-class Line:
+class AnchorChain:
     """A program's anchors in a row, and its minimum cuts. Position `q` lies before anchor `q` (and after the one before
     it).
 
@@ -348,9 +348,9 @@ class Line:
         return {n: stages[n] for n in self.nodes}
 
 
-def received(line: Line, stages: Mapping[fx.Node, int]) -> dict[int, list[fx.Node]]:
+def received(line: AnchorChain, stages: Mapping[fx.Node, int]) -> dict[int, list[fx.Node]]:
     """Return, by stage, the values of earlier stages that its forward reads, each once; `stages` are those of the
-    forward (`Line.assign`).
+    forward (`AnchorChain.assign`).
 
     The last stage also receives all outputs of the program. A value comes directly from the stage that makes it.
     """

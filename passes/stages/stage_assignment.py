@@ -39,7 +39,7 @@ class Result(NamedTuple):
     stage: int  # the stage that gives it
 
 
-class Homes:
+class StageAssignment:
     """The stages of the values of `joint`, if the operators of its forward are in the stages `forward` (of `count`).
 
     `home` has the stage that makes each value that is made once; `readers` the stages that read each value; `results`

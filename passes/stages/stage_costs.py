@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from zgraph.passes.analysis.costs import Costs, own_bytes, size_of
-from zgraph.passes.stages.min_cuts import Line, carrier, received
+from zgraph.passes.stages.min_cuts import AnchorChain, carrier, received
 from zgraph.program.aliases import root_of
 from zgraph.program.node import Phase, info, sequence
 from zgraph.program.program import Program
@@ -87,7 +87,7 @@ class Balance:
 
 def balance(program: Program, stages: Mapping[fx.Node, int], costs: Costs) -> Balance:
     """Return what each stage takes if the operators of the forward are in these `stages` (as `assign` gives them)."""
-    line = Line(program)
+    line = AnchorChain(program)
     loads = loads_of(line, costs)
     count = max(stages.values(), default=0) + 1
 
@@ -121,7 +121,7 @@ def balance(program: Program, stages: Mapping[fx.Node, int], costs: Costs) -> Ba
     )
 
 
-def loads_of(line: Line, costs: Costs) -> Loads:
+def loads_of(line: AnchorChain, costs: Costs) -> Loads:
     """Return the loads of a captured program; their nodes are operators of the forward that are each in one stage."""
     program = line.program
     there_for: dict[fx.Node, frozenset[fx.Node]] = {n: frozenset([n]) for n in line.solid}

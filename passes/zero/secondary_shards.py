@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from zgraph.passes.analysis.parameter_collectives import Transfer, gathers_of
+from zgraph.passes.analysis.parameter_collectives import ParameterCollective, gathers_of
 from zgraph.passes.contract import graph_pass
 from zgraph.passes.zero.gathers import identifier_of
 from zgraph.program import collectives
@@ -70,7 +70,7 @@ def _place(program: Program, dim: str, ranks: int) -> fx.Node:
         return program.call(aten.remainder.Scalar, (position, ranks), info(position), name="place_in_node")
 
 
-def _part(program: Program, gather: Transfer, place: fx.Node, ranks: int) -> fx.Node:
+def _part(program: Program, gather: ParameterCollective, place: fx.Node, ranks: int) -> fx.Node:
     """Build this rank's secondary shard of a gathered weight, after the weight's first reader. Its rows are those of an
     even division.
     """
@@ -93,7 +93,7 @@ def _part(program: Program, gather: Transfer, place: fx.Node, ranks: int) -> fx.
         return program.call(aten.view.default, (mine, [rows // ranks, *rest]), record, name=f"part_{slug}")
 
 
-def _gather_from(program: Program, gather: Transfer, part: fx.Node, group: str, ranks: int) -> None:
+def _gather_from(program: Program, gather: ParameterCollective, part: fx.Node, group: str, ranks: int) -> None:
     """Let a gather start from a secondary shard, over the ranks of a block."""
     start, unused = gather.start, gather.before
     start.args = (part, ranks, group)

@@ -15,15 +15,15 @@ import zgraph
 from zgraph.cache.store import Store
 from zgraph.capture.capture import Trace
 from zgraph.errors import RankMismatchError
-from zgraph.runtime.compile_once import makers_of
+from zgraph.runtime.compile_once import compilers_of
 
 
 def test_who_makes_a_program():
-    assert makers_of([("f", "k", False)] * 4) == [0]
-    assert makers_of([("f", "k", False), ("f", "k", True)]) == []
-    assert makers_of([("f", "k", False), ("g", "k", False), ("g", "k", False)]) == [0, 1]
-    assert makers_of([None, ("f", "k", False), ("f", "j", False)]) == [1, 2]
-    assert makers_of([("", "k", False), None]) == []
+    assert compilers_of([("f", "k", False)] * 4) == [0]
+    assert compilers_of([("f", "k", False), ("f", "k", True)]) == []
+    assert compilers_of([("f", "k", False), ("g", "k", False), ("g", "k", False)]) == [0, 1]
+    assert compilers_of([None, ("f", "k", False), ("f", "j", False)]) == [1, 2]
+    assert compilers_of([("", "k", False), None]) == []
 
 
 def step(folders: list[str | None], zero: int = 3):

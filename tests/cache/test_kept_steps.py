@@ -14,7 +14,7 @@ import zgraph
 from zgraph.build import step_program
 from zgraph.capture.capture import Trace
 from zgraph.program.digest import digest, node_digests
-from zgraph.program.lazy_program import LateProgram
+from zgraph.program.lazy_program import LazyProgram
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_a_kept_step_gives_the_same_numbers_bit_for_bit_and_nothing_is_traced(na
     assert joints == ["train0"]
     assert same(cold, warm)
     (step,) = model.zgraph.programs.values()
-    assert isinstance(step.captured, LateProgram) and not step.captured.is_made
+    assert isinstance(step.captured, LazyProgram) and not step.captured.is_made
 
 
 def test_what_a_kept_step_says_is_what_a_new_one_says(cache, joints):

@@ -187,7 +187,7 @@ def dropped_guards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def unread_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a backward reads may have been overwritten."""
-    monkeypatch.setattr("zgraph.runtime.version_counters.Versions.check", lambda self, *_, **__: None)
+    monkeypatch.setattr("zgraph.runtime.version_counters.VersionCounters.check", lambda self, *_, **__: None)
 
 
 def lost_effect(monkeypatch: pytest.MonkeyPatch) -> None:

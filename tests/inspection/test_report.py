@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 from zgraph.build.pass_pipeline import PassFilter
 from zgraph.cli.app import app
 from zgraph.inspection import bundle
-from zgraph.inspection.html_report import page_of
+from zgraph.inspection.html_report import html_report
 from zgraph.inspection.inspection import Inspection
 from zgraph.inspection.make_inspection import of_model
 from zgraph.inspection.memory import peak_of
@@ -113,7 +113,7 @@ class Elements(HTMLParser):
 
 
 def test_the_page_asks_for_nothing_but_itself(training):
-    elements = Elements(page_of(training))
+    elements = Elements(html_report(training))
     targets = [value for name, value in elements.attributes if name in ("href", "src", "action", "data", "srcset")]
     assert targets and all(str(target).startswith("#") for target in targets)
     assert elements.tags["link"] == elements.tags["img"] == elements.tags["iframe"] == 0
@@ -127,14 +127,14 @@ def test_every_script_beside_the_page_is_in_it():
 
 
 def test_the_page_allows_no_script_but_its_own(training):
-    page = page_of(training)
+    page = html_report(training)
     policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)
     assert policy is not None and "default-src 'none'" in policy[1] and "unsafe" not in policy[1]
     assert not [name for name, _ in Elements(page).attributes if name.startswith("on") or name == "style"]
 
 
 def test_the_page_holds_every_line_of_every_program_after_every_pass(training):
-    data = block_of(page_of(training))
+    data = block_of(html_report(training))
     assert [p["name"] for p in data["programs"]] == list(training.ways)
     for program, way in zip(data["programs"], training.ways.values(), strict=True):
         for shown, snapshot in zip(program["passes"], way.snapshots, strict=True):
@@ -143,7 +143,7 @@ def test_the_page_holds_every_line_of_every_program_after_every_pass(training):
 
 
 def test_a_line_that_passes_leave_alone_is_in_the_page_once(training):
-    data = block_of(page_of(training))
+    data = block_of(html_report(training))
     lines = Counter(text for text in data["rows"]["text"] if " = aten.mm(" in text)
     shown = sum(len(expanded(p["rows"])) for program in data["programs"] for p in program["passes"])
     assert lines and set(lines.values()) == {1}
@@ -156,7 +156,7 @@ def test_runs_give_back_what_they_were_made_of():
 
 
 def test_names_that_are_markup_are_text():
-    page = page_of(of_hostile())
+    page = html_report(of_hostile())
     tags = Elements(page).tags
     assert tags["img"] == 0 and tags["script"] == 2
     assert "&lt;/script&gt;&lt;img src=x onerror=alert(1)&gt;" in page
@@ -167,7 +167,7 @@ def test_a_page_of_a_bundle_is_that_of_the_live_step_but_for_its_origin(training
     bundle.write(training, tmp_path / "bundle")
     read = bundle.read(tmp_path / "bundle")
     read.origin = training.origin
-    live, other = page_of(training), page_of(read)
+    live, other = html_report(training), html_report(read)
     assert block_of(live) == block_of(other)
     assert live == other
     assert (tmp_path / "bundle" / "report.html").read_text() == live + "\n"
@@ -175,9 +175,9 @@ def test_a_page_of_a_bundle_is_that_of_the_live_step_but_for_its_origin(training
 
 def test_what_was_measured_stands_beside_the_forecast():
     found = of_net()
-    assert "measured (" not in page_of(found)
+    assert "measured (" not in html_report(found)
     found.measured = {"steps": 5, "seconds": found.forecast.seconds * 2, "peak": peak_of(found).bytes}
-    page = page_of(found)
+    page = html_report(found)
     assert "measured (forecast -50.0%)" in page and "measured (forecast +0.0%)" in page
 
 
@@ -337,7 +337,7 @@ def browser(tmp_path_factory):
 
 @pytest.fixture
 def opened(browser, training) -> Browser:
-    browser.open(page_of(training), "training")
+    browser.open(html_report(training), "training")
     return browser
 
 
@@ -360,7 +360,7 @@ SECTIONS = ("pipeline", "graph", "memory", "timeline", "parameters")
     ids=["update", "no optimizer", "evaluation", "one rank", "512 ranks", "offloaded", "hostile names"],
 )
 def test_every_section_draws_without_an_error(make, browser):
-    browser.open(page_of(make()), "each")
+    browser.open(html_report(make()), "each")
     for name in browser.get("[...document.querySelectorAll('#program option')].map(o => o.value)"):
         browser.enter("#program", name)
         for section in SECTIONS:
@@ -487,7 +487,7 @@ def test_a_click_on_a_node_tells_all_of_it_and_its_links_lead_on(opened, trainin
 @in_browser
 def test_an_address_opens_the_page_at_its_node(browser, training):
     node = training.way().last.program.nodes[20].name
-    browser.open(page_of(training), "training", at=f"#/train/overlap/{node}")
+    browser.open(html_report(training), "training", at=f"#/train/overlap/{node}")
     browser.until("document.querySelector('#details h2')?.textContent === arguments[0]", node)
     browser.show("pipeline")
     assert browser.text("#pass-card h3") == "overlap"
@@ -558,7 +558,7 @@ def test_parameters_sort_by_any_column_both_ways(opened):
 
 @in_browser
 def test_hostile_names_are_shown_as_what_they_are(browser):
-    browser.open(page_of(of_hostile()), "hostile")
+    browser.open(html_report(of_hostile()), "hostile")
     assert HOSTILE in browser.text("h1") and HOSTILE in browser.text("#remarks") and HOSTILE in browser.driver.title
     browser.show("graph")
     browser.enter("#search", HOSTILE)
@@ -575,7 +575,7 @@ def test_hostile_names_are_shown_as_what_they_are(browser):
 
 @in_browser
 def test_a_block_that_is_damaged_is_said_and_leaves_what_needs_no_script(browser, training):
-    page = re.sub(r'(id="data">.{40}).{8}', r"\1AAAAAAAA", page_of(training))
+    page = re.sub(r'(id="data">.{40}).{8}', r"\1AAAAAAAA", html_report(training))
     (browser.folder / "damaged.html").write_text(page)
     browser.driver.get((browser.folder / "damaged.html").as_uri())
     browser.until("!document.getElementById('failure').hidden")
@@ -592,7 +592,7 @@ def test_twenty_thousand_nodes_are_painted_at_once_and_searched_while_typing(bro
     )  # (that takes half of the time)
     nodes = len(found.way().last.program.nodes)
     assert nodes >= MANY
-    page = page_of(found)
+    page = html_report(found)
     browser.open(page, "large")
     browser.until("performance.getEntriesByName('first-contentful-paint').length > 0")
     paint = browser.get("performance.getEntriesByName('first-contentful-paint')[0].startTime") / 1e3

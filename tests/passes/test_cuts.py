@@ -19,9 +19,9 @@ import zgraph
 from zgraph.build.planned_step import captured_program
 from zgraph.errors import PlanError
 from zgraph.passes.analysis.costs import CPU, Costs, size_of
-from zgraph.passes.analysis.repeated_layers import blocks_of
-from zgraph.passes.stages.cut_points import Cuts, Place, Room, assign, find_cuts
-from zgraph.passes.stages.min_cuts import Line, forward_nodes, made_again, received
+from zgraph.passes.analysis.repeated_layers import repeated_layers
+from zgraph.passes.stages.cut_points import CutPosition, Cuts, StageBudget, assign, find_cuts
+from zgraph.passes.stages.min_cuts import AnchorChain, forward_nodes, made_again, received
 from zgraph.passes.stages.stage_costs import Balance, balance, origins
 from zgraph.program.node import Phase, info
 from zgraph.program.program import OutputRole, Program
@@ -119,7 +119,7 @@ def cut(name: str, stages: int, how: str | tuple[str, ...], **options) -> Balanc
 def partitions(name: str, stages: int) -> Iterator[Balance]:
     """All that are possible."""
     program, _ = case(name)
-    line = Line(program)
+    line = AnchorChain(program)
     for positions in itertools.combinations(line.positions, stages - 1):
         yield balance(program, line.assign(positions), COSTS)
 
@@ -131,7 +131,7 @@ def slowest(of: Balance) -> float:
 def held(program: Program, stages: dict[fx.Node, int]) -> list[set[str]]:
     """The parameters that each stage reads."""
     found: list[set[str]] = [set() for _ in range(max(stages.values()) + 1)]
-    for anchor in Line(program).anchors:
+    for anchor in AnchorChain(program).anchors:
         found[stages[anchor.node]].update(anchor.params)
     return found
 
@@ -139,7 +139,7 @@ def held(program: Program, stages: dict[fx.Node, int]) -> list[set[str]]:
 # -- anchors and free nodes ----------------------------------------------------------------------------------------------
 @pytest.mark.slow
 def test_anchors_read_parameters_or_do_arithmetic():
-    anchors = Line(case("gpt2")[0]).anchors
+    anchors = AnchorChain(case("gpt2")[0]).anchors
     assert [a.module.removeprefix("transformer.") for a in anchors[:7]] == [
         *("wte", "wpe", "h.0.ln_1", "h.0.attn.c_attn"),
         *("h.0.attn", "h.0.attn", "h.0.attn.c_proj"),
@@ -151,7 +151,7 @@ def test_anchors_read_parameters_or_do_arithmetic():
 @pytest.mark.parametrize("name", ["t5", "gpt2", "llama"])
 @pytest.mark.slow
 def test_masks_are_free(name):
-    line = Line(case(name)[0])
+    line = AnchorChain(case(name)[0])
     assert line.free and not any(info(n).phase is Phase.BACKWARD for n in line.free)
     assert not {a.node for a in line.anchors} & line.free
 
@@ -160,9 +160,9 @@ def test_masks_are_free(name):
 def test_rotary_tables_are_free_and_what_is_drawn_or_read_from_parameters_is_not():
     program, _ = case("llama")
     rotary = [n for n in forward_nodes(program) if n.target in (torch.ops.aten.cos.default, torch.ops.aten.sin.default)]
-    assert rotary and set(rotary) <= Line(program).free  # though an outer product makes the angles
+    assert rotary and set(rotary) <= AnchorChain(program).free  # though an outer product makes the angles
     program, _ = case("masked")
-    assert not any("dropout" in n.name for n in Line(program).free)
+    assert not any("dropout" in n.name for n in AnchorChain(program).free)
 
 
 # -- minimum cuts --------------------------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ SMALL = ["gpt2", "llama", "ladder", "masked", "headed", "batch_norm", "multihead
 @sweep("name", [*SMALL, *sorted({*TRANSFORMERS} - {*SMALL})], quick=range(3))
 def test_stages_are_monotone_nested_and_cross_no_more_than_any_place_in_the_order_of_the_graph(name):
     program, _ = case(name)
-    line = Line(program)
+    line = AnchorChain(program)
     assert line.positions
     smaller: frozenset[fx.Node] = frozenset()
     order = {n: i for i, n in enumerate(line.nodes)}
@@ -199,21 +199,21 @@ def is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta["val"], torch.Tensor)
 
 
-def crossing(line: Line, stages: dict[fx.Node, int]) -> int:
+def crossing(line: AnchorChain, stages: dict[fx.Node, int]) -> int:
     """Bytes that two stages exchange in the forward."""
     return sum(size_of(n) for nodes in received(line, stages).values() for n in nodes)
 
 
 @pytest.mark.parametrize("name", ["masked", "ladder", "mlp"])
 def test_no_set_of_operators_that_could_be_before_a_cut_crosses_fewer_bytes(name):
-    line = Line(case(name)[0])
+    line = AnchorChain(case(name)[0])
     for position in line.positions:
         first = {a.node: i for i, a in enumerate(line.anchors)}
         least = min(crossing(line, stages) for stages in closed(line, first, position))
         assert line.near(position).bytes == least
 
 
-def closed(line: Line, first: dict[fx.Node, int], position: int) -> Iterator[dict[fx.Node, int]]:
+def closed(line: AnchorChain, first: dict[fx.Node, int], position: int) -> Iterator[dict[fx.Node, int]]:
     """Every way of giving the operators two stages that keeps the anchors, the order and members of tuples."""
 
     def grow(at: int, stages: dict[fx.Node, int]) -> Iterator[dict[fx.Node, int]]:
@@ -234,7 +234,7 @@ def closed(line: Line, first: dict[fx.Node, int], position: int) -> Iterator[dic
 @pytest.mark.slow
 def test_a_value_that_skips_stages_is_received_once_by_each_that_reads_it():
     program, _ = case("ladder")
-    line = Line(program)
+    line = AnchorChain(program)
     stages = line.assign([1, 2, 3, 4, 5])  # one convolution each
     come = received(line, stages)
     assert sorted(stages[n] for n in come[5]) == [
@@ -243,7 +243,7 @@ def test_a_value_that_skips_stages_is_received_once_by_each_that_reads_it():
     ]  # the first skip, from the stage that made it; and what comes up
     assert all(len(nodes) == len(set(nodes)) for nodes in come.values())
     program, _ = case("t5")
-    line = Line(program)
+    line = AnchorChain(program)
     cuts = find_cuts(program, 4, "uniform", COSTS)
     stages = assign(program, cuts)
     come = received(line, stages)
@@ -254,7 +254,7 @@ def test_a_value_that_skips_stages_is_received_once_by_each_that_reads_it():
 
 def test_of_a_wide_view_its_base_is_sent_and_of_a_narrow_one_itself():
     program, _ = case("masked")
-    line = Line(program)
+    line = AnchorChain(program)
     for position in line.positions:
         for nodes in received(line, line.assign([position])).values():
             assert not any(made_again(n) for n in nodes)
@@ -289,8 +289,8 @@ def test_blocks_are_found_inside_of_lists_of_unlike_modules():
     blocks = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)) for _ in range(4)))
     stem = nn.Sequential(nn.Linear(3, 4, bias=False), nn.PReLU())
     program = programs.captured(Nested(stem, blocks, nn.Linear(4, 2, bias=False)), (torch.randn(5, 3),))
-    anchors = Line(program).anchors
-    assert [anchors[i].module for i in blocks_of(anchors)] == [f"parts.1.{i}.0" for i in range(4)]
+    anchors = AnchorChain(program).anchors
+    assert [anchors[i].module for i in repeated_layers(anchors)] == [f"parts.1.{i}.0" for i in range(4)]
 
 
 def test_a_model_without_blocks_is_cut_between_modules():
@@ -348,37 +348,37 @@ def test_all_seconds_of_a_program_are_in_its_stages():
         whole = {Phase.FORWARD: 0.0, Phase.BACKWARD: 0.0}
         for node, seconds in COSTS.compute(program).items():
             whole[info(node).phase] += seconds
-        one = balance(program, Line(program).assign([]), COSTS).stages[0]
+        one = balance(program, AnchorChain(program).assign([]), COSTS).stages[0]
         assert (one.forward, one.backward) == pytest.approx(tuple(whole.values()), rel=0.01)
 
 
 @pytest.mark.slow
 def test_a_backward_node_is_there_for_an_operator_of_its_module():
     program, _ = case("llama")
-    anchors = {a.node for a in Line(program).anchors}
+    anchors = {a.node for a in AnchorChain(program).anchors}
     products = {n: o for n, o in origins(program, anchors).items() if n.target in (torch.ops.aten.mm.default,)}
     assert products and all(info(n).module == info(o).module for n, o in products.items())
     assert {o for o in products.values()} <= anchors
 
 
 # -- memory --------------------------------------------------------------------------------------------------------------
-def needs(of: Balance, room: Room) -> int:
+def needs(of: Balance, room: StageBudget) -> int:
     return max(int(s.parameters * room.states + s.saved * n) for s, n in zip(of.stages, room.in_flight, strict=True))
 
 
 def test_time_stays_within_memory_and_is_the_fastest_that_does():
-    room = Room(0, 4.0, (9, 2, 1))
+    room = StageBudget(0, 4.0, (9, 2, 1))
     ways = [(needs(way, room), slowest(way)) for way in partitions("ladder", 3)]
     fastest = min(ways, key=lambda w: w[1])
     tighter = sorted(need for need, _ in ways if need < fastest[0])
     assert tighter and fastest[1] == pytest.approx(slowest(cut("ladder", 3, "time")))
     for budget in (fastest[0], tighter[-1], tighter[0]):
-        room = Room(budget, 4.0, (9, 2, 1))
+        room = StageBudget(budget, 4.0, (9, 2, 1))
         found = cut("ladder", 3, "time", room=room)
         assert needs(found, room) <= budget
         assert slowest(found) == pytest.approx(min(t for need, t in ways if need <= budget), rel=1e-9)
     with pytest.raises(PlanError) as error:
-        cut("ladder", 3, "time", room=Room(tighter[0] - 1, 4.0, (9, 2, 1)))
+        cut("ladder", 3, "time", room=StageBudget(tighter[0] - 1, 4.0, (9, 2, 1)))
     assert error.value.where == "memory_budget" and f"memory_budget={tighter[0]}" in str(error.value.hint)
 
 
@@ -404,18 +404,18 @@ def short_gpt2() -> Program:
 @sweep("position", range(1, 20), quick=7)
 def test_a_cut_at_any_anchor_holds_where_attention_is_too_short_to_be_one(position):
     program, _ = case("gpt2")
-    line = Line(program)
+    line = AnchorChain(program)
     before = line.anchors[:position]
     behind = next(i for i in range(position, -1, -1) if i == 0 or line.anchors[i - 1].params)
     between = next(i for i in range(position, len(line.anchors)) if line.anchors[i].params) - behind
     reads = tuple(n for a in line.anchors for n in a.params)
     cuts = Cuts(
         reads=reads,
-        places=(Place(reads=sum(len(a.params) for a in before), passed=position - behind, between=between),),
+        places=(CutPosition(reads=sum(len(a.params) for a in before), passed=position - behind, between=between),),
     )
     assert assign(program, cuts) == line.assign([position])
     other = short_gpt2()
-    assert len(Line(other).anchors) < len(line.anchors)
+    assert len(AnchorChain(other).anchors) < len(line.anchors)
     assert held(other, assign(other, cuts)) == held(program, line.assign([position]))
 
 
@@ -444,14 +444,14 @@ class Turned(nn.Module):
 
 def test_cuts_hold_where_one_operator_reads_what_two_did():
     two, one = (programs.captured(Turned(), (torch.randn(4, rows, 6),)) for rows in (3, 1))
-    assert len(Line(two).anchors) > len(Line(one).anchors)
+    assert len(AnchorChain(two).anchors) > len(AnchorChain(one).anchors)
     for path in ("b", "c"):
         cuts = find_cuts(two, 2, (path,), COSTS)
         assert held(one, assign(one, cuts)) == held(two, assign(two, cuts))
         assert find_cuts(one, 2, (path,), COSTS).fingerprint == cuts.fingerprint
-    apart = next(q for q, a in enumerate(Line(two).anchors) if a.params == ("b.bias",))
-    reads = tuple(n for a in Line(two).anchors for n in a.params)
-    between = Cuts(reads=reads, places=(Place(reads=apart + 1, passed=0, between=0),))
+    apart = next(q for q, a in enumerate(AnchorChain(two).anchors) if a.params == ("b.bias",))
+    reads = tuple(n for a in AnchorChain(two).anchors for n in a.params)
+    between = Cuts(reads=reads, places=(CutPosition(reads=apart + 1, passed=0, between=0),))
     assert held(two, assign(two, between))[1] == {"b.bias", "c.weight", "c.bias"}
     with pytest.raises(PlanError, match=r"b\.weight.*one operator"):
         assign(one, between)
@@ -519,7 +519,7 @@ def test_a_cut_through_the_state_of_random_operators_is_refused():
 
 def test_masks_of_dropout_may_cross():
     for name in ("gpt2", "dropout"):
-        line = Line(case(name)[0])
+        line = AnchorChain(case(name)[0])
         assert line.positions == list(range(1, len(line.anchors)))
 
 
@@ -551,7 +551,7 @@ def test_a_cut_between_a_buffer_and_what_changes_it_is_refused():
 
 @sweep("name", TRANSFORMERS, quick=(0,))
 def test_members_of_a_tuple_are_in_one_stage(name):
-    line = Line(case(name)[0])
+    line = AnchorChain(case(name)[0])
     members = [(n, u) for n in line.solid if not is_tensor(n) for u in n.users]
     assert members
     for position in line.positions:

@@ -18,7 +18,7 @@ import zgraph
 from zgraph.build.planned_step import captured_program
 from zgraph.passes.analysis.axes import Axes
 from zgraph.passes.canonicalize.cleanup import cleanup
-from zgraph.passes.spmd.choose_placements import Goal, decide
+from zgraph.passes.spmd.choose_placements import Goal, choose_placements
 from zgraph.passes.spmd.divide import DivideOptions, divide
 from zgraph.passes.spmd.placements import Partial, Placements, Replicate, Shard
 from zgraph.program import collectives
@@ -117,7 +117,7 @@ def test_how_nodes_are_computed_is_decided_before_anything_is_built():
     cleanup()(program)
     before = {n: value(n) for n in program.nodes}
     placements = Placements(program, "tp", Axes(program))
-    decisions = decide(placements, Goal())
+    decisions = choose_placements(placements, Goal())
     assert not any(collectives.is_start(n) for n in program.nodes)
     assert all(value(n) is before[n] for n in program.nodes if n in before)  # (all are whole yet)
     assert decisions.own and all(placements.of(node) == shard for node, shard in decisions.own.items())

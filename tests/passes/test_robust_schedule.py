@@ -14,7 +14,7 @@ from zgraph.build.planned_step import captured_program, planned_step
 from zgraph.passes.analysis.costs import CPU, Costs, Hardware, Link
 from zgraph.passes.analysis.simulator import simulate_step
 from zgraph.passes.overlap import overlap, robust_schedule
-from zgraph.passes.overlap.robust_schedule import Event, Played, least_regret
+from zgraph.passes.overlap.robust_schedule import CandidateSchedule, Event, least_regret
 from zgraph.passes.overlap.scheduling_problem import Bucket
 
 pytestmark = pytest.mark.core
@@ -99,20 +99,20 @@ def test_a_schedule_is_replayed_on_other_links():
         Event(bucket=second, waits=True),
         Event(1.0),
     ]
-    played = Played(events, 1.0, lead=1.0)
+    played = CandidateSchedule(events, 1.0, lead=1.0)
     assert (
         played.seconds(1.0) == 1.0 + 4.0 + 1.0
     )  # a second of the first is left, and one of the second behind the operator
     assert played.seconds(2.0) == 3.0 + 1.0 and played.seconds(0.5) == 3.0 + 8.0 + 1.0
-    assert Played(events, 2.0, lead=1.0).seconds(2.0) == played.seconds(1.0)
+    assert CandidateSchedule(events, 2.0, lead=1.0).seconds(2.0) == played.seconds(1.0)
 
 
-def late_and_early() -> tuple[Played, Played]:
+def late_and_early() -> tuple[CandidateSchedule, CandidateSchedule]:
     """A transfer of 1 that starts beside the last second of 12, or beside all of them and with a little work more."""
     b, c = bucket(1.0), Bucket([], 1.0, 0.05, 0)
     late = [Event(11.0), Event(bucket=b), Event(1.0), Event(bucket=b, waits=True)]
     early = [Event(bucket=c), Event(12.0), Event(bucket=c, waits=True)]
-    return Played(late, 1.0, 0.0), Played(early, 1.0, 0.0)
+    return CandidateSchedule(late, 1.0, 0.0), CandidateSchedule(early, 1.0, 0.0)
 
 
 def test_the_schedule_with_the_least_regret_is_taken():

@@ -22,7 +22,7 @@ from zgraph.plan.pipeline_schedules.schedule import Schedule
 from zgraph.plan.pipeline_schedules.user_tables import save_csv
 from zgraph.plan.pipeline_schedules.validity import check, check_table
 from zgraph.program.program import OutputRole
-from zgraph.stages.activation_stash import stash
+from zgraph.stages.activation_stash import stash_bytes
 from zgraph.stages.gantt import picture
 from zgraph.stages.runtime import PipelineRuntime
 from zgraph.stages.simulation import Times, replay
@@ -508,7 +508,7 @@ def test_zero_bubble_is_at_least_15_percent_shorter_than_1f1b_at_the_same_peak_m
     times = equal_times(4)
     assert replay(plain, times).makespan == 33.0
     assert replay(zero, times).makespan <= 0.85 * 33.0
-    assert max(stash(zero, [100] * 4)) == max(stash(plain, [100] * 4)) == 400
+    assert max(stash_bytes(zero, [100] * 4)) == max(stash_bytes(plain, [100] * 4)) == 400
 
 
 def test_v_schedules_leave_less_idle_than_1f1b():
@@ -566,20 +566,20 @@ def test_a_replay_of_a_deadlock_is_refused():
 
 def test_gpipe_stores_every_micro_batch_and_1f1b_as_many_as_ranks_are_left():
     saved = [10, 20, 30, 40]
-    assert stash(make_schedule("gpipe", 4, 8), saved) == (80, 160, 240, 320)
-    assert stash(make_schedule("1f1b", 4, 8), saved) == (40, 60, 60, 40)
-    assert stash(make_schedule("1f1b", 4, 2), saved) == (20, 40, 60, 40)
+    assert stash_bytes(make_schedule("gpipe", 4, 8), saved) == (80, 160, 240, 320)
+    assert stash_bytes(make_schedule("1f1b", 4, 8), saved) == (40, 60, 60, 40)
+    assert stash_bytes(make_schedule("1f1b", 4, 2), saved) == (20, 40, 60, 40)
 
 
 def test_backwards_of_inputs_leave_the_part_that_weights_need():
     schedule = table("0F0 0I0 0F1 0I1 0F2 0I2 0W0 0W1 0W2")
-    assert stash(schedule, [100]) == (300,)
-    assert stash(schedule, [100], 0.5) == (200,)
-    assert stash(schedule, [100], 0.0) == (100,)
+    assert stash_bytes(schedule, [100]) == (300,)
+    assert stash_bytes(schedule, [100], 0.5) == (200,)
+    assert stash_bytes(schedule, [100], 0.0) == (100,)
 
 
 def test_stages_of_one_rank_are_stored_together():
-    assert stash(table("0F0 1F0 1B0 0B0"), [5, 7]) == (12,)
+    assert stash_bytes(table("0F0 1F0 1B0 0B0"), [5, 7]) == (12,)
 
 
 # What is shown

@@ -14,7 +14,7 @@ from torch import nn
 import zgraph
 from zgraph import errors
 from zgraph.runtime import out_of_memory
-from zgraph.runtime.memory import Room
+from zgraph.runtime.memory import DeviceMemory
 
 
 class TooMuch(nn.Module):
@@ -57,7 +57,7 @@ def test_an_allocation_that_fails_is_placed_and_caught_as_torch_has_it(caught):
         model(torch.randn(4, 8))
 
 
-def failing(monkeypatch, model, batch, room: Room) -> errors.OutOfMemoryError:
+def failing(monkeypatch, model, batch, room: DeviceMemory) -> errors.OutOfMemoryError:
     """The error of a backward whose last allocation fails in a device with such room."""
     (step,) = model.zgraph.programs.values()
     executable = step.backward()
@@ -84,7 +84,7 @@ def test_what_is_said_to_fit_fits(monkeypatch, share):
     model = zgraph.compile(Deep(), plan, inputs=(batch,))
     forecast = model.zgraph.forecast()
     whole = sum(forecast.programs[0].peak.values())
-    error = failing(monkeypatch, model, batch, Room(int(whole * share), 0))
+    error = failing(monkeypatch, model, batch, DeviceMemory(int(whole * share), 0))
     assert f"held besides what the forecast knows: {0} bytes" in error.why
     assert re.search(
         r"activations +tanh\w* float32\[2048, 64\] · the model itself · .*test_out_of_memory.py:\d+", error.why
@@ -101,7 +101,7 @@ def test_a_plan_that_says_what_is_computed_again_is_told_to_let_zgraph_choose(mo
     batch = torch.randn(2048, 64)
     model = zgraph.compile(Deep(), zgraph.Plan(backend="eager", recompute="none"), inputs=(batch,))
     whole = sum(model.zgraph.forecast().programs[0].peak.values())
-    error = failing(monkeypatch, model, batch, Room(whole // 2, 0))
+    error = failing(monkeypatch, model, batch, DeviceMemory(whole // 2, 0))
     assert 'recompute="auto", memory_budget=' in error.hint
     assert '"optimizer"' not in error.hint  # (there is none)
 
@@ -111,7 +111,7 @@ def test_bytes_that_others_hold_do_not_count_as_room(monkeypatch):
     batch = torch.randn(2048, 64)
     model = zgraph.compile(Deep(), zgraph.Plan(backend="eager"), inputs=(batch,))
     whole = sum(model.zgraph.forecast().programs[0].peak.values())
-    error = failing(monkeypatch, model, batch, Room(10 * whole, 0))
+    error = failing(monkeypatch, model, batch, DeviceMemory(10 * whole, 0))
     assert "held besides what the forecast knows: 0 bytes" not in error.why
     budget = int(re.search(r"memory_budget=(\d+)", error.hint)[1])
     assert budget < whole

@@ -23,7 +23,7 @@ from zgraph.plan.pipeline_schedules.actions import Action, Kind
 from zgraph.plan.pipeline_schedules.make_schedule import make_schedule
 from zgraph.plan.pipeline_schedules.schedule import Schedule
 from zgraph.program.program import InputRole
-from zgraph.stages.stage_tasks import Duty, duties
+from zgraph.stages.stage_tasks import StageTask, stage_tasks
 from zgraph.stages.worker import Worker
 from zgraph.verification.replay import replay
 
@@ -135,7 +135,9 @@ class Pipeline:
         losses = []
         for number in range(micro_batches):
             if worker is None:
-                worker = Worker(runtime, step, Duty(frozenset({Kind.F, Kind.B}), Action(Kind.B, 0, micro_batches - 1)))
+                worker = Worker(
+                    runtime, step, StageTask(frozenset({Kind.F, Kind.B}), Action(Kind.B, 0, micro_batches - 1))
+                )
             outputs, _ = worker.forward(number, self.inputs(number), {})  # type: ignore[arg-type]
             losses.append(outputs)
             worker.backward(Action(Kind.B, 0, number), self.tangents(), {})
@@ -145,9 +147,9 @@ class Pipeline:
     def run(self, schedule: Any) -> tuple[dict[str, torch.Tensor], list[dict[int, Any]]]:
         """Gradients summed over stages, and what the last stage gives, in one order that the schedule allows."""
         runtime = self.runtime()
-        of: dict[int, Duty] = {}
+        of: dict[int, StageTask] = {}
         for rank in range(schedule.ranks):
-            of |= duties(schedule, rank)
+            of |= stage_tasks(schedule, rank)
         workers = [Worker(runtime, step, of[stage]) for stage, step in enumerate(self.steps)]
         outputs: list[dict[int, Any]] = [{} for _ in range(schedule.micro_batches)]
 

@@ -40,7 +40,14 @@ from zgraph.program.serialize import from_json, to_json
 from zgraph.update import scaler
 from zgraph.update.build_update import UpdateOptions, scalar_names, states_of
 from zgraph.update.optimizer import PlanOptimizer
-from zgraph.update.owned_parameters import Held, check_meetings, held_at, meetings, mesh_of, specs_here
+from zgraph.update.owned_parameters import (
+    OwnedParameters,
+    check_collective_order,
+    held_at,
+    meetings,
+    mesh_of,
+    specs_here,
+)
 from zgraph.update.parameter_groups import Member, members_of
 from zgraph.verification.virtual_ranks import coordinates, group_ranks, run_virtual
 
@@ -101,7 +108,7 @@ def scaled_plan() -> zgraph.Plan:
 class Stage:
     """The update of one rank: its program, and what it holds."""
 
-    def __init__(self, plan: zgraph.Plan, held: Held, sizes: dict[str, int], rank: int) -> None:
+    def __init__(self, plan: zgraph.Plan, held: OwnedParameters, sizes: dict[str, int], rank: int) -> None:
         model = Parameters()
         self.held = held
         self.sizes = sizes
@@ -382,7 +389,7 @@ def test_stages_meet_in_one_order_after_every_pass(kind, holders):
     """The sums by their parameters' names, whatever the parameters' order; the norm; the skip."""
     histories = updates(PLANS[kind], holders)
     for records in zip(*(h.records for h in histories), strict=True):
-        check_meetings([meetings(record.program) for record in records])
+        check_collective_order([meetings(record.program) for record in records])
     for position, history in enumerate(histories):
         tied = sorted(held_at(position, holders, 3).tied)
         names = starts(history.program)
@@ -431,13 +438,13 @@ def test_rules_that_need_whole_parameters_stay_within_the_stage(kind):
     plan = PLANS[kind].model_copy(update={"grad_clip": None, "on_nonfinite": "ignore", "loss_average": "batch"})
     (grads,) = gradients(1, APART)
 
-    def made(held: Held, mesh: dict[str, int]) -> dict[str, list[torch.Tensor]]:
+    def made(held: OwnedParameters, mesh: dict[str, int]) -> dict[str, list[torch.Tensor]]:
         ranks = [Stage(plan, held, {"dp": 2}, coordinates(mesh, r)["dp"]) for r in range(math.prod(mesh.values()))]
         given = [r.inputs({n: g for (n, _), g in grads.items() if n in held.own}) for r in ranks]
         run_virtual(ranks[0].program, given)
         return {n: [r.kept[InputRole.PARAMETER, n] for r in ranks] for n in held.own}
 
-    together = made(Held(frozenset(APART), 1), {"pp": 1, "dp": 2})
+    together = made(OwnedParameters(frozenset(APART), 1), {"pp": 1, "dp": 2})
     for position in (0, 1):
         apart = made(held_at(position, APART, 2), {"pp": 2, "dp": 2})
         assert apart and all(torch.equal(v, w) for n in apart for v, w in zip(apart[n], together[n] * 2, strict=True))
@@ -517,7 +524,7 @@ def test_without_a_pipeline_an_update_has_no_more_collectives_than_before():
     plan = plan_of(**EVERYTHING)
     specs = specs_of(plan, {"dp": 2})
     plain = whole_update(Parameters(), specs, plan, {"dp": 2}, CPU_DEVICE)
-    one = whole_update(Parameters(), specs, plan, {"dp": 2}, CPU_DEVICE, held=Held(frozenset(THREE), 1))
+    one = whole_update(Parameters(), specs, plan, {"dp": 2}, CPU_DEVICE, held=OwnedParameters(frozenset(THREE), 1))
     assert plain is not None and one is not None
     assert [str(n) for n in plain.program.graph.nodes] == [str(n) for n in one.program.graph.nodes]
     assert not meetings(plain.program) and list(one.program.mesh) == ["pp", "dp"]
@@ -589,7 +596,7 @@ def test_a_sum_over_a_part_costs_what_its_own_ranks_send():
 @pytest.mark.core
 def test_stages_that_disagree_about_a_tied_gradient_are_told_before_they_wait_for_each_other():
     views = [meetings(h.program) for h in updates(plan_of(grad_clip=1.0), THREE)]
-    check_meetings(views)
+    check_collective_order(views)
     assert views[0]["pp[0,2]"] == [
         "all_reduce sum of alpha, torch.float32[2]",
         "all_reduce sum of wte, torch.float32[4, 4]",
@@ -597,12 +604,12 @@ def test_stages_that_disagree_about_a_tied_gradient_are_told_before_they_wait_fo
     frozen = copy.deepcopy(views)
     del frozen[2]["pp[0,2]"][1]
     with pytest.raises(RankMismatchError, match="disagree about the update") as caught:
-        check_meetings(frozen)
+        check_collective_order(frozen)
     assert "positions 0 and 2" in str(caught.value) and "'pp[0,2]'" in str(caught.value)
     assert "all_reduce sum of wte" in str(caught.value)
     del views[1]["pp"][0]
     with pytest.raises(RankMismatchError, match="positions 0 and 1"):
-        check_meetings(views)
+        check_collective_order(views)
 
 
 @pytest.mark.core

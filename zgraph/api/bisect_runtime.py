@@ -21,7 +21,7 @@ from zgraph.codegen.debug_mode import compare, norm_of
 from zgraph.codegen.eager import Code
 from zgraph.codegen.executable import Executable, lowered
 from zgraph.codegen.inductor import compile_inductor
-from zgraph.codegen.node_by_node import run_stepwise
+from zgraph.codegen.node_by_node import run_node_by_node
 from zgraph.errors import LoweringError, ModelError
 from zgraph.program.layout import in_flight
 from zgraph.program.node import info, value
@@ -122,7 +122,7 @@ class _Run:
             if isinstance(value, torch.Tensor):
                 self.plain[node.name] = value.detach().clone()
 
-        self._again(lambda given: run_stepwise(lowered(self.program, self.groups), given, seen))
+        self._again(lambda given: run_node_by_node(lowered(self.program, self.groups), given, seen))
         self.norm = norm_of(v for v in (self.plain.get(n.name) for n in self.program.output_values()))
         made = {n.name: r for n, r in zip(self.program.output_values(), self.results, strict=True)}
         wrong = self._first(made)

@@ -47,7 +47,7 @@ from zgraph.runtime.train_step import (
     split_batch,
 )
 from zgraph.torch_compat import inductor_code
-from zgraph.verification.reference_training import LossFn, PlainTraining, Ran, copy_hooks, tensors_of
+from zgraph.verification.reference_training import LossFn, Ran, ReferenceTraining, copy_hooks, tensors_of
 from zgraph.verification.unshared_inputs import own_inputs, share_memory
 from zgraph.verification.virtual_step import SCALE, data_rank, own_copy, rows_of
 
@@ -134,7 +134,7 @@ class _Training:
         self.world, self.rank = world, dist.get_rank() if world > 1 else 0
         self.mine = data_rank(sizes, self.rank)
         self.loss_fn = loss_fn
-        self.plain = PlainTraining(_as_on_rank_0(model, world), plan, ranks, loss_fn)
+        self.plain = ReferenceTraining(_as_on_rank_0(model, world), plan, ranks, loss_fn)
         self.batches = [_call(self.plain, rows_of(inputs, d, ranks)) for d in range(ranks)]
         for leaf in pytree.tree_leaves(self.batches):
             if isinstance(leaf, torch.Tensor):
@@ -467,7 +467,7 @@ def _with_low_scale(plan: Plan) -> Plan:
     return plan.model_copy(update={"precision": record, "numerics": None})
 
 
-def _call(plain: PlainTraining, inputs: Inputs) -> Call:
+def _call(plain: ReferenceTraining, inputs: Inputs) -> Call:
     """Return a rank's part of the global batch, ordered as `train_step` orders it."""
     args, kwargs = split_inputs(inputs)
     return args, in_order(plain.copies[0].called, kwargs)

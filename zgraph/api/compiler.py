@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from zgraph.api.deferred_layout import DeferredDivision
+from zgraph.api.deferred_layout import DeferredLayout
 from zgraph.api.handle import attach, started
 from zgraph.build.planned_step import Inputs, device_of, split_inputs
 from zgraph.build.resolve_offload import placed
@@ -185,7 +185,7 @@ def _attach_deferred(
 ) -> None:
     """Attach a runtime that is made at the model's first call, since its partitioning is only known after capture."""
     assert agreed.mesh is not None
-    kind = DeferredPipeline if agreed.sizes.get(STAGE_DIM, 1) > 1 else DeferredDivision
+    kind = DeferredPipeline if agreed.sizes.get(STAGE_DIM, 1) > 1 else DeferredLayout
     deferred = kind(
         model,
         forward,

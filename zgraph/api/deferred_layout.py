@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from zgraph.capture.former_storages import former_memory
+from zgraph.capture.former_storages import former_storages
 from zgraph.capture.tensor_parallel_layout import divided_layout
 from zgraph.errors import PlanError
 from zgraph.machine.measured_costs import agreed_costs, at_disk_rate
@@ -19,7 +19,7 @@ from zgraph.runtime.train_step import in_order
 from zgraph.stages.partition_model import DeferredPipeline, as_in_training
 
 
-class DeferredDivision(DeferredPipeline):
+class DeferredLayout(DeferredPipeline):
     """A `DeferredPipeline` for a plan with tensor parallelism and without a pipeline."""
 
     def runtime(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Runtime:
@@ -42,7 +42,7 @@ class DeferredDivision(DeferredPipeline):
             return PlanError(f"rank {rank} can't divide the model", where="tensor_parallel", why=said)
 
         with contextlib.ExitStack() as undo:  # (once divided, parameters are replaced)
-            undo.callback(former_memory(self.module).note_early(self.module))
+            undo.callback(former_storages(self.module).note_early(self.module))
             specs = self.everyone.together("the division of weights", attempt, refused)
         self.everyone.vote("the division of weights", repr({n: s.division for n, s in specs.items()}))
         tiers = opened_tiers(self.module, self.plan, specs, self.device, self.everyone)

@@ -18,7 +18,7 @@ from zgraph.build.planned_step import Inputs
 from zgraph.plan.plan import Plan
 from zgraph.plan.wire import Wire
 from zgraph.program.tolerance import Difference
-from zgraph.verification.compressed_values import SentValues
+from zgraph.verification.compressed_values import CompressedValues
 from zgraph.verification.virtual_stages import VirtualPipeline
 from zgraph.verification.virtual_step import VirtualStep, virtual_step
 
@@ -140,6 +140,6 @@ def verify(
 
 def _sent(virtual: VirtualStep) -> list[Difference]:
     """Return the differences between compressed values and their originals."""
-    virtual.watch = sent = SentValues()
+    virtual.watch = sent = CompressedValues()
     _ = VirtualPipeline(virtual).differences if virtual.pipelined else virtual.of_parts(virtual.step.parts())
     return sent.differences

@@ -52,7 +52,7 @@ class Keeper(Protocol):
     """A store of programs for later processes."""
 
     def step(self, trace: Any, pattern: frozenset[int], name: str, context: BuildContext) -> Any:
-        """Return what is kept of a step (a `zgraph.build.stored_programs.KeptStep`); None for a step that can't be
+        """Return what is kept of a step (a `zgraph.build.stored_programs.StoredStep`); None for a step that can't be
         kept."""
 
 

@@ -69,11 +69,11 @@ def _meetings_of(step: Step, variant: Variant) -> list[str]:
         f"{number}: {line}"
         for number, program in enumerate((*parts.ahead, parts.forward, parts.backward))
         if program is not None
-        for line in meetings(program)
+        for line in collectives_in_order(program)
     ]
 
 
-def meetings(program: Program) -> list[str]:
+def collectives_in_order(program: Program) -> list[str]:
     """Return the collectives over ranks with different rows, one readable line each, in order.
 
     At the end are the whole weights that the program hands on, because later programs then need not gather them.

@@ -21,10 +21,10 @@ from zgraph.build.unmatched_patterns import refuse_unmatched
 from zgraph.build.update_program import resident_of, whole_update
 from zgraph.capture.cache_key import signed
 from zgraph.capture.capture import trace
-from zgraph.capture.former_storages import former_memory
-from zgraph.capture.learned_sizes import Signature, VaryingSizes
+from zgraph.capture.former_storages import former_storages
+from zgraph.capture.learned_sizes import LearnedSizes, Signature
 from zgraph.capture.replaced_forward import signature_of, unbound
-from zgraph.capture.symbolic_capture import OpenSizes
+from zgraph.capture.symbolic_capture import SymbolicSizes
 from zgraph.capture.tensor_parallel_layout import divided_layout
 from zgraph.capture.value_inputs import declared_values, with_values
 from zgraph.errors import ModelError, PlanError
@@ -133,7 +133,7 @@ def captured_program(model: nn.Module, plan: Plan, inputs: Inputs, world: int) -
     refuse_unmatched(plan, model)
     with contextlib.ExitStack() as undo:
         if math.prod(plan.resolve_mesh(world).values()) > 1:
-            undo.callback(former_memory(model).note_early(model))
+            undo.callback(former_storages(model).note_early(model))
         undo.enter_context(prepare(model, precision, specs))
         constants = declared_values(plan.dynamic, forward, args, kwargs)
         opened = with_values(declared_sizes(plan, forward, signed(model, args, kwargs, constants)), constants)
@@ -144,11 +144,11 @@ def captured_program(model: nn.Module, plan: Plan, inputs: Inputs, world: int) -
     return joint
 
 
-def declared_sizes(plan: Plan, forward: Callable[..., Any], call: Signature) -> OpenSizes | None:
+def declared_sizes(plan: Plan, forward: Callable[..., Any], call: Signature) -> SymbolicSizes | None:
     """Return the sizes of a call that a plan declares to differ from call to call; None where it declares none."""
     parameters = list(signature_of(forward).parameters.values())[1:]
     dynamic = sizes_in(plan.dynamic)
-    return VaryingSizes(dynamic, parameters).opened(call) if dynamic else None
+    return LearnedSizes(dynamic, parameters).opened(call) if dynamic else None
 
 
 def update_program(model: nn.Module, plan: Plan, world: int) -> History:

@@ -17,7 +17,7 @@ from zgraph.build.step_program import Entry, StepProgram, together
 logger = logging.getLogger(__name__)
 
 
-def put_beside(entries: Sequence[Entry]) -> None:
+def pair_programs(entries: Sequence[Entry]) -> None:
     """Let ranks run any program of these entries in one step.
 
     A program whose collectives differ from the first one's is made anew in the first one's order, and so are its

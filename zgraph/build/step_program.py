@@ -21,7 +21,7 @@ from zgraph.build.build_context import BuildContext, ResidentMemory
 from zgraph.build.collective_order import lacking
 from zgraph.build.memory_search import SearchResult, run_passes
 from zgraph.build.pass_pipeline import PLAIN, MemoryDecision, Variant
-from zgraph.build.stored_programs import Heard, KeptStep, StepFacts
+from zgraph.build.stored_programs import RecordedWarnings, StepFacts, StoredStep
 from zgraph.capture.capture import Trace
 from zgraph.capture.storages import Sharing
 from zgraph.codegen.accumulate import summing
@@ -38,7 +38,7 @@ from zgraph.passes.overlap.follow_order import order_of
 from zgraph.program import transfers_to_host
 from zgraph.program.aliases import is_random, is_view
 from zgraph.program.digest import digest
-from zgraph.program.lazy_program import is_unseen
+from zgraph.program.lazy_program import is_unmade
 from zgraph.program.node import Phase, info
 from zgraph.program.program import InputRole, OutputRole, Program
 from zgraph.ranks import compile_progress
@@ -80,7 +80,7 @@ class StepProgram:
         context: BuildContext,
         decide: Callable[[], SearchResult] | None = None,
         pattern: frozenset[int] = frozenset(),
-        kept: KeptStep | None = None,
+        kept: StoredStep | None = None,
         from_start: Collection[int] = (),
     ) -> None:
         self.name = captured.name
@@ -106,7 +106,7 @@ class StepProgram:
         self._backwards: dict[tuple[bool, bool], Executable] = {}
         self._apart: dict[tuple[bool, bool], tuple[Executable | None, Executable | None]] = {}
         self._summing: dict[tuple[bool, bool], Executable] = {}
-        self._heard = Heard()
+        self._heard = RecordedWarnings()
         self._keeps_more = False  # whether later programs are kept as soon as they are made
         self.sharing: dict[bool, Sharing] = {}  # by forward (`gathered_before`), from its first run
         self.apart = False  # whether the model's tensors were checked not to overlap when it ran
@@ -351,7 +351,7 @@ class StepProgram:
             raise AssertionError(f"{self.name}: {part.name} takes {missing}, which nothing before it saves")
         for executable in earlier:
             # (two that come from the store were kept together, with these strides)
-            if not (is_unseen(part) and is_unseen(executable.program)):
+            if not (is_unmade(part) and is_unmade(executable.program)):
                 adopt_strides(part, executable)
         return self._compile(part, is_backward=True)
 

@@ -24,12 +24,12 @@ from zgraph.cache import conditions
 from zgraph.cache.store import Store, hashed, opened
 from zgraph.capture.capture import Trace
 from zgraph.capture.graph_text import text_of_trace
-from zgraph.codegen.code_cache import KeptCode
+from zgraph.codegen.code_cache import CodeCache
 from zgraph.codegen.executable import edge_of
 from zgraph.codegen.partition import Parts
 from zgraph.errors import UnsupportedError, ZgraphError
 from zgraph.program.digest import digest
-from zgraph.program.lazy_program import LateProgram, late_from_text, text_of
+from zgraph.program.lazy_program import LazyProgram, lazy_from_text, text_of
 from zgraph.program.program import Program
 from zgraph.program.serialize import frame_from_json, frame_to_json
 
@@ -73,7 +73,7 @@ class StepFacts:
             logging.getLogger(name).warning("%s", message)
 
 
-class Heard(logging.Handler):
+class RecordedWarnings(logging.Handler):
     """A log handler that records the warnings which this thread gives to zgraph's loggers while it is entered."""
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class Heard(logging.Handler):
         if record.thread == self._thread:
             self.warnings.append((record.name, record.getMessage()))
 
-    def __enter__(self) -> Heard:
+    def __enter__(self) -> RecordedWarnings:
         self._thread = threading.get_ident()
         logging.getLogger("zgraph").addHandler(self)
         return self
@@ -94,10 +94,10 @@ class Heard(logging.Handler):
         logging.getLogger("zgraph").removeHandler(self)
 
 
-class KeptStep:
+class StoredStep:
     """The store's entry for one step: empty, or with everything that earlier processes have made of it."""
 
-    def __init__(self, store: Store, key: str, code: KeptCode) -> None:
+    def __init__(self, store: Store, key: str, code: CodeCache) -> None:
         self.store, self.key, self.code = store, key, code
         self._data: dict[str, Any] = {}
         self.facts: StepFacts | None = None  # None while nothing is kept
@@ -118,7 +118,7 @@ class KeptStep:
         def same() -> Program:
             return self.refuse_another(make(), known)
 
-        return LateProgram(frame_from_json(frame), same, None, known)
+        return LazyProgram(frame_from_json(frame), same, None, known)
 
     def refuse_another(self, program: Program, known: str) -> Program:
         """Return the program. Raises `ZgraphError` unless its digest is the `known` one."""
@@ -136,7 +136,7 @@ class KeptStep:
         rows = self._data.get("parts", {}).get(_name(variant, apart))
         if rows is None:
             return None
-        forward, backward, weights, *ahead = [None if row is None else late_from_text(*row) for row in rows]
+        forward, backward, weights, *ahead = [None if row is None else lazy_from_text(*row) for row in rows]
         assert forward is not None
         return Parts(forward, backward, tuple(p for p in ahead if p is not None), weights)
 
@@ -172,7 +172,7 @@ def _row(program: Program | None) -> list[Any] | None:
     return [text_of(program), digest(program), edge_of(program).said()]
 
 
-class KeptPrograms:
+class StoredPrograms:
     """The store's entries for the steps of one compiled model."""
 
     def __init__(self, store: Store, model: str, device: torch.device) -> None:
@@ -194,12 +194,12 @@ class KeptPrograms:
         """Return what a listing of the folder shows for an entry."""
         return {"model": self.model, "program": program}
 
-    def code(self, program: str) -> KeptCode | None:
+    def code(self, program: str) -> CodeCache | None:
         """Return the store of an update's code; None where it can't be kept."""
         found = self.conditions()
-        return KeptCode(self.store, found, self.device, self.words(program)) if found is not None else None
+        return CodeCache(self.store, found, self.device, self.words(program)) if found is not None else None
 
-    def step(self, trace: Trace, pattern: frozenset[int], name: str, context: BuildContext) -> KeptStep | None:
+    def step(self, trace: Trace, pattern: frozenset[int], name: str, context: BuildContext) -> StoredStep | None:
         """Return what is kept of a capture's step; None for a step that can't be kept."""
         if context.pass_filter != EVERY_PASS or context.order is not own_order or context.plan.passes:
             return None  # (made for inspection, or by a user's own passes)
@@ -222,7 +222,7 @@ class KeptPrograms:
             torch.is_grad_enabled(),
         ]
         key = hashed(found, captured, json.dumps(made_with, sort_keys=True))
-        return KeptStep(self.store, key, KeptCode(self.store, found, self.device, self.words(name)))
+        return StoredStep(self.store, key, CodeCache(self.store, found, self.device, self.words(name)))
 
     def _tell(self, line: str) -> None:
         if line not in self._told:
@@ -233,7 +233,7 @@ class KeptPrograms:
 VARIABLE = "ZGRAPH_CACHE"
 
 
-def kept_programs(model: torch.nn.Module, device: torch.device) -> KeptPrograms | None:
+def stored_programs(model: torch.nn.Module, device: torch.device) -> StoredPrograms | None:
     """Return the store of a model's programs: None unless the user has named a folder by `ZGRAPH_CACHE`."""
     store = opened() if os.environ.get(VARIABLE) else None
-    return KeptPrograms(store, type(model).__name__, device) if store is not None else None
+    return StoredPrograms(store, type(model).__name__, device) if store is not None else None

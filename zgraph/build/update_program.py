@@ -19,7 +19,7 @@ from zgraph.program.program import ParamSpec, with_gradients_in
 from zgraph.torch_compat import inductor_code
 from zgraph.update.build_update import DATA_DIM, UpdateOptions, build_update, state_bytes_of
 from zgraph.update.optimizer_rules import RULES
-from zgraph.update.owned_parameters import Held, mesh_of, specs_here
+from zgraph.update.owned_parameters import OwnedParameters, mesh_of, specs_here
 from zgraph.update.parameter_groups import Member, members_of
 from zgraph.update.sign_compression import residual_sizes
 
@@ -34,7 +34,7 @@ def update_options(
     members: Sequence[Member],
     specs: dict[str, ParamSpec],
     share: float | None = None,
-    held: Held | None = None,
+    held: OwnedParameters | None = None,
 ) -> UpdateOptions:
     """Return the options of the update program of `members`: all that it depends on of the plan besides the optimizer.
 
@@ -103,7 +103,7 @@ def resident_of(
     device: torch.device,
     costs: Costs,
     shares: tuple[float, ...] | None = None,
-    held: Held | None = None,
+    held: OwnedParameters | None = None,
 ) -> ResidentMemoryByShare:
     """Return what a rank holds besides what forward and backward take and make, by the share of the states that is
     offloaded.
@@ -151,7 +151,7 @@ def whole_update(
     sizes: dict[str, int],
     device: torch.device,
     share: float | None = None,
-    held: Held | None = None,
+    held: OwnedParameters | None = None,
 ) -> History | None:
     """Build the update of every parameter that trains; return None for a plan without an optimizer, or a model without
     such parameters.
@@ -165,7 +165,9 @@ def whole_update(
     return update_history(plan, members, specs_here(specs, held), mesh_of(sizes, held), device, options)
 
 
-def state_bytes(module: torch.nn.Module, specs: dict[str, ParamSpec], plan: Plan, held: Held | None = None) -> int:
+def state_bytes(
+    module: torch.nn.Module, specs: dict[str, ParamSpec], plan: Plan, held: OwnedParameters | None = None
+) -> int:
     """Return the bytes of a rank's optimizer states, wherever they are stored. `specs` and `held`: see `resident_of`."""
     members, options = trained(module, specs, plan, held=held)
     return sum(state_bytes_of(m, specs[m.name], options) for m in members)
@@ -176,7 +178,7 @@ def trained(
     specs: dict[str, ParamSpec],
     plan: Plan,
     share: float | None = None,
-    held: Held | None = None,
+    held: OwnedParameters | None = None,
     *,
     frozen: bool = False,
 ) -> tuple[list[Member], UpdateOptions]:
@@ -206,7 +208,9 @@ def waiting_bytes(specs: Mapping[str, ParamSpec], plan: Plan) -> int:
     return total
 
 
-def away_bytes(module: torch.nn.Module, specs: dict[str, ParamSpec], plan: Plan, held: Held | None = None) -> int:
+def away_bytes(
+    module: torch.nn.Module, specs: dict[str, ParamSpec], plan: Plan, held: OwnedParameters | None = None
+) -> int:
     """Return the bytes of weights, gradients and states that a rank keeps on disk from step to step. `specs` and
     `held`: see `resident_of`."""
     total = 0

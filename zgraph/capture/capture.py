@@ -28,14 +28,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from zgraph.capture.asserts import keep_asserts, name_asserts
-from zgraph.capture.data_dependent_sizes import fold_dynamic_sizes, fold_effects, pad_outputs
+from zgraph.capture.data_dependent_sizes import fold_data_dependent_sizes, fold_effects, pad_outputs
 from zgraph.capture.fake_inputs import Fakes
-from zgraph.capture.former_storages import Former, FormerMemory, former_memory, insert, moved, seen_as
+from zgraph.capture.former_storages import Former, FormerStorages, former_storages, insert, moved, seen_as
 from zgraph.capture.ignored_targets import Ignores, ignored_in
 from zgraph.capture.inputs import refuse_state
 from zgraph.capture.storages import PlainStorages, written_twice
 from zgraph.capture.symbolic_capture import (
-    OpenSizes,
+    SymbolicSizes,
     TracedSize,
     canonical,
     refuse_numbers,
@@ -84,7 +84,7 @@ class Trace:
     aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)
     seconds: float = 0.0  # the time that the capture took
     sizes: tuple[TracedSize, ...] = ()  # the sizes that are symbols, and where they are
-    open_sizes: OpenSizes | None = None  # the sizes that were to be symbols
+    open_sizes: SymbolicSizes | None = None  # the sizes that were to be symbols
 
     @property
     def pattern(self) -> frozenset[int]:
@@ -154,7 +154,7 @@ class Trace:
             return f"self.{port.name}"
         return dynamo.user_source(self.flat.graph_module.graph.find_nodes(op="placeholder")[index])
 
-    def refuse_moved(self, flat: Sequence[Any], memory: FormerMemory) -> None:
+    def refuse_moved(self, flat: Sequence[Any], memory: FormerStorages) -> None:
         """Raise `StepError` for a flat input that is in a replaced parameter's former memory now and was not at the
         capture, or the reverse.
 
@@ -243,7 +243,7 @@ def trace(
     mesh: dict[str, int],
     device: torch.device,
     precision: Precision | None = None,
-    open_sizes: OpenSizes | None = None,
+    open_sizes: SymbolicSizes | None = None,
 ) -> Trace:
     """Capture `forward` (the class's own, unbound) of `module` for inputs of this signature.
 
@@ -256,7 +256,7 @@ def trace(
     refuse_state(module)
     precision = precision or Precision()
     fakes = Fakes(params, device, precision.dtype("compute") if precision.cast_inputs else None, open_sizes)
-    memory = former_memory(module)
+    memory = former_storages(module)
     with compile_lock.ONE_AT_A_TIME, fakes.in_place_of_state(module), memory.readable(), _same_draws():
         fake_args, fake_kwargs = fakes.inputs((args, kwargs))
         flat = _captured(types.MethodType(forward, module), fake_args, fake_kwargs, fakes)
@@ -333,7 +333,7 @@ def _read_from_parameters(
     graph: fx.Graph,
     given: Sequence[Any],
     inputs: list[FlatInput],
-    memory: FormerMemory,
+    memory: FormerStorages,
     fakes: Fakes,
 ) -> dict[int, Former]:
     """Make the graph read each flat input that is stored in a parameter's former memory from that parameter; return
@@ -665,7 +665,7 @@ def _program(joint: fx.GraphModule, trace: Trace, name: str) -> Program:
 def _fold_sizes(graph: fx.Graph, trace: Trace) -> dict[fx.Node, TracedSize]:
     """Turn all sizes into numbers, except the capture's symbols, which get inputs of their own; return these inputs."""
     if not trace.sizes:
-        fold_dynamic_sizes(graph)
+        fold_data_dependent_sizes(graph)
         _note_as_strided(graph, trace)
         return {}
     refuse_numbers(trace.sizes, graph)

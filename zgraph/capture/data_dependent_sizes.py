@@ -73,7 +73,7 @@ def _size(x: torch.Tensor, dim: int) -> torch.Tensor:
     return torch.scalar_tensor(x.shape[dim], dtype=torch.int64)
 
 
-def fold_dynamic_sizes(graph: fx.Graph) -> None:
+def fold_data_dependent_sizes(graph: fx.Graph) -> None:
     """Turn all nodes with sizes that depend on values into regions; nothing else changes. The nodes have their records
     already.
 

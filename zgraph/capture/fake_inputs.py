@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from zgraph.capture.symbolic_capture import OpenSizes
+from zgraph.capture.symbolic_capture import SymbolicSizes
 from zgraph.program.program import InputRole, ParamSpec
 from zgraph.torch_compat import dynamo
 
@@ -30,7 +30,7 @@ class Fakes:
         params: dict[str, ParamSpec],
         device: torch.device,
         compute: torch.dtype | None,
-        open_sizes: OpenSizes | None = None,
+        open_sizes: SymbolicSizes | None = None,
     ) -> None:
         self.mode = dynamo.capture_mode()
         self.params = params

@@ -33,7 +33,7 @@ class Former:
     form: torch.Tensor  # a meta tensor with the parameter's former sizes, strides and offset
 
 
-class FormerMemory:
+class FormerStorages:
     """The former places of all replaced parameters of one module."""
 
     def __init__(self) -> None:
@@ -123,12 +123,12 @@ class FormerMemory:
                 param.__class__ = kind
 
 
-_KNOWN: weakref.WeakKeyDictionary[nn.Module, FormerMemory] = weakref.WeakKeyDictionary()
+_KNOWN: weakref.WeakKeyDictionary[nn.Module, FormerStorages] = weakref.WeakKeyDictionary()
 
 
-def former_memory(module: nn.Module) -> FormerMemory:
-    """Return the `FormerMemory` of this module."""
-    return _KNOWN.setdefault(module, FormerMemory())
+def former_storages(module: nn.Module) -> FormerStorages:
+    """Return the `FormerStorages` of this module."""
+    return _KNOWN.setdefault(module, FormerStorages())
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:

@@ -22,7 +22,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from zgraph.capture.replaced_forward import signature_of
-from zgraph.capture.symbolic_capture import OpenSizes, distinct
+from zgraph.capture.symbolic_capture import SymbolicSizes, distinct
 from zgraph.errors import PlanError, SignatureError
 from zgraph.names import did_you_mean
 from zgraph.plan.shapes import Size, declared
@@ -328,7 +328,7 @@ class Family:
 
     def open_sizes(
         self, signature: Signature, at: Mapping[str, int] | None = None, without: Collection[str] = ()
-    ) -> OpenSizes | None:
+    ) -> SymbolicSizes | None:
         """Return the sizes that a capture for this call has as symbols, except those in `without`; None where all of
         its sizes are numbers.
 
@@ -338,7 +338,7 @@ class Family:
         here = {n: size for n, size in self.point(signature).items() if n not in without}
         given = tuple(self.sources[at] for at in sorted(self.given))
         if not here:
-            return OpenSizes({}, {}, {}, given) if given else None
+            return SymbolicSizes({}, {}, {}, given) if given else None
         names: dict[int, dict[int, str]] = {}
         points: dict[str, int] = {}
         for (number, dim), name in self.names.items():
@@ -357,7 +357,7 @@ class Family:
         points |= {n: size for n, size in (at or {}).items() if n in points}
         bounded = {n: min(p, ranges[n][1] or p) if n in ranges else p for n, p in points.items()}
         exact = {name for place, name in self.names.items() if signature.values and place not in self.free}
-        return OpenSizes(names, distinct(bounded, exact), ranges, given)
+        return SymbolicSizes(names, distinct(bounded, exact), ranges, given)
 
     def note_constants(self, constants: Collection[str]) -> None:
         """Make Python numbers that a program could not be given constants again, by their names in captures."""
@@ -366,7 +366,7 @@ class Family:
         self.given -= found
 
 
-class VaryingSizes:
+class LearnedSizes:
     """The families of a model's calls. Dimensions that are `padded` are numbers in programs."""
 
     def __init__(
@@ -392,7 +392,7 @@ class VaryingSizes:
             known.padded = {(number, dim) for number, path in enumerate(paths) for dim in self.padded.get(path, ())}
         return known
 
-    def opened(self, signature: Signature) -> OpenSizes | None:
+    def opened(self, signature: Signature) -> SymbolicSizes | None:
         """Return the sizes that a capture for one call has as symbols: the declared ones. Raises as `family` and
         `Family.point` do."""
         family = self.family(signature)

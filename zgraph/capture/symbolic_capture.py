@@ -25,7 +25,7 @@ from zgraph.torch_compat import symbols
 
 
 @dataclass(frozen=True)
-class OpenSizes:
+class SymbolicSizes:
     """The sizes of a call that are to be symbols."""
 
     names: Mapping[int, dict[int, str]]  # the name of each such dimension, by the tensors' ids
@@ -178,7 +178,7 @@ def canonical(graph: fx.Graph, traced: Sequence[TracedSize]) -> list[tuple[Trace
     return made
 
 
-def with_own_sizes(program: Program, traced: Sequence[TracedSize], declared: OpenSizes | None) -> Program:
+def with_own_sizes(program: Program, traced: Sequence[TracedSize], declared: SymbolicSizes | None) -> Program:
     """Return the captured program with an environment of its own and the conditions that it holds for; the program
     itself where all sizes are numbers."""
     if declared is None or not traced:
@@ -212,7 +212,7 @@ def with_own_sizes(program: Program, traced: Sequence[TracedSize], declared: Ope
     return made
 
 
-def _known_size(traced: TracedSize, env: Any, declared: OpenSizes) -> ProgramSize:
+def _known_size(traced: TracedSize, env: Any, declared: SymbolicSizes) -> ProgramSize:
     low, high = symbols.bounds(env, traced.symbol)
     where = symbols.bounded_by(env, traced.symbol)
     bounded = high is not None  # (the model bounds it)

@@ -18,7 +18,7 @@ import torch
 
 from zgraph.capture.learned_sizes import Signature, inputs_by_path
 from zgraph.capture.replaced_forward import signature_of
-from zgraph.capture.symbolic_capture import OpenSizes
+from zgraph.capture.symbolic_capture import SymbolicSizes
 from zgraph.errors import SignatureError, SizeError, ZgraphError
 from zgraph.names import did_you_mean
 from zgraph.plan.shapes import values_in
@@ -41,9 +41,9 @@ def declared_values(
     return _values(values_in(dynamic), forward, args, kwargs)
 
 
-def with_values(sizes: OpenSizes | None, constants: Collection[torch.Tensor]) -> OpenSizes | None:
+def with_values(sizes: SymbolicSizes | None, constants: Collection[torch.Tensor]) -> SymbolicSizes | None:
     """Return the open sizes of a capture, with these inputs as constants."""
-    return replace(sizes or OpenSizes({}, {}), values=frozenset(map(id, constants))) if constants else sizes
+    return replace(sizes or SymbolicSizes({}, {}), values=frozenset(map(id, constants))) if constants else sizes
 
 
 def _values(

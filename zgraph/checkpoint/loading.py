@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_distribu
 from zgraph.checkpoint import state
 from zgraph.checkpoint.detect_format import candidates, open_checkpoint
 from zgraph.checkpoint.formats.huggingface import Safetensors
-from zgraph.checkpoint.formats.transformers_forms import AsModel
+from zgraph.checkpoint.formats.transformers_forms import TransformersForms
 from zgraph.checkpoint.native import Checkpoint
 from zgraph.checkpoint.pretrained import is_pretrained
 from zgraph.checkpoint.source import MODEL, OPTIMIZER, Source
@@ -145,7 +145,7 @@ def _opened(runtime: Runtime, path: Path, tag: str | None, partial: bool) -> Sou
     if isinstance(source, Safetensors) and is_pretrained(runtime.module):
         own = {MODEL + n for n in runtime.module.state_dict()}
         if partial or not own >= source.tensors.keys():  # (files of torch's writer have the model's own names)
-            source = AsModel(source, runtime.module, partial=partial)
+            source = TransformersForms(source, runtime.module, partial=partial)
     ranks = max(1, len(runtime.everyone.ranks))
     source.verify(runtime.everyone.rank(), ranks)
     return source
@@ -250,7 +250,7 @@ def planned(runtime: Runtime, source: Source, optimizer: bool) -> Loading:
     known = {n.removeprefix(MODEL) for n in source.tensors if n.startswith(MODEL)}
     optional = set(source.known.left_out)
     missing = [ns[0] for ns in names.values() if not known & set(ns)] + [n for n in buffers if n not in known]
-    if isinstance(source, AsModel) and source.partial:
+    if isinstance(source, TransformersForms) and source.partial:
         loading.missing, missing = frozenset(missing), []
     elif not optional.isdisjoint(missing):
         loading.missing = frozenset(optional.intersection(missing))

@@ -31,7 +31,7 @@ from zgraph.errors import PassError
 from zgraph.names import did_you_mean
 
 if TYPE_CHECKING:
-    from zgraph.inspection.inspection import Inspection, Way
+    from zgraph.inspection.inspection import Inspection, PassTrace
     from zgraph.program.program import Program
 
 
@@ -208,7 +208,7 @@ def _rendered(
     return head + render(program, color=output is None and use_color(sys.stdout), filter=filter)
 
 
-def _changes(way: Way, changed: Changed, filter: str | None) -> str:
+def _changes(way: PassTrace, changed: Changed, filter: str | None) -> str:
     """Return each program that a pass changed, or its difference from the one before, under the pass's name."""
     from zgraph.program.printer import diff, render
 

@@ -41,10 +41,10 @@ def report(
         the_plan.refuse_pipeline(resolve_world(the_plan, world), "page")
     found = look(target, plan, world, hardware, batch, at=at)
 
-    from zgraph.inspection.html_report import page_of
+    from zgraph.inspection.html_report import html_report
     from zgraph.inspection.memory import peak_of
 
-    content = page_of(found).encode()
+    content = html_report(found).encode()
     write_file(content, output)
     programs = [
         {"name": way.name, "kind": way.kind, "passes": len(way.snapshots) - 1, "nodes": way.last.facts["nodes"]}

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from zgraph.build.pass_pipeline import PassFilter
     from zgraph.build.planned_step import Inputs
     from zgraph.forecast.stages import PipelineForecast
-    from zgraph.inspection.inspection import Inspection, Way
+    from zgraph.inspection.inspection import Inspection, PassTrace
     from zgraph.passes import Pass
     from zgraph.plan.plan import Plan
 
@@ -201,7 +201,7 @@ def look_at_pipeline(
         return forecast_pipeline(target.model, the_plan, target.inputs, ranks)
 
 
-def way_of(found: Inspection, program: str | None, update: bool) -> Way:
+def way_of(found: Inspection, program: str | None, update: bool) -> PassTrace:
     """Return the program of a step that options ask for. Raises `TargetError` for an unknown one, `PlanError` if
     there is no update."""
     if program is not None:

@@ -42,7 +42,7 @@ def collectives_of(program: Program) -> Counter[tuple[str, int]]:
     return found
 
 
-class CompiledCommunication:
+class CommsLog:
     """The count of one engine's collectives, from `watch` on, while `comms_logger` is enabled."""
 
     def __init__(self) -> None:

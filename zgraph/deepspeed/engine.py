@@ -31,7 +31,7 @@ from zgraph.deepspeed.dataloader import DeepSpeedDataLoader, RepeatingLoader, Sh
 from zgraph.deepspeed.engine_settings import Settings
 from zgraph.deepspeed.monitor import Monitor
 from zgraph.deepspeed.step_log import StepLog
-from zgraph.deepspeed.unsupported import EngineMisuse, Refused
+from zgraph.deepspeed.unsupported import EngineMisuse, Unsupported
 from zgraph.deepspeed.utils.timer import ThroughputTimer
 from zgraph.errors import ModelError, StepError
 
@@ -83,7 +83,7 @@ class OwnBackwards:
     count = 0
 
 
-class DeepSpeedEngine(Checkpoints, Settings, Refused, nn.Module):  # type: ignore[misc]
+class DeepSpeedEngine(Checkpoints, Settings, Unsupported, nn.Module):  # type: ignore[misc]
     """A compiled model with DeepSpeed's interface; see the module's docstring.
 
     `module` is the script's own model, compiled in place; `config` is the configuration as it was given. Attributes

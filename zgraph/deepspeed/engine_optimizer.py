@@ -49,7 +49,7 @@ class LossScaleNow:
         return int(self._now("hysteresis"))
 
 
-class _Uncut:
+class _Deferred:
     """A stand-in for the updater of a model that is not cut yet: each call goes to the runtime, and so raises
     `StepError` until the model is cut."""
 
@@ -92,7 +92,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         if self._early is None:
             members = members_of(uncut.module, uncut.specs, self._handle.plan.optimizer)
             params = dict(uncut.module.named_parameters(remove_duplicate=False))
-            self._early = PlanOptimizer(members, params, _Uncut(self._handle))
+            self._early = PlanOptimizer(members, params, _Deferred(self._handle))
             self._handle.when_cut(self._hand_over)
         return self._early
 

@@ -25,7 +25,7 @@ from zgraph.deepspeed.parameter_groups import freeze_others, groups_of, names_of
 from zgraph.deepspeed.pipe.engine import PipelineEngine
 from zgraph.deepspeed.pipe.module import PipelineModule
 from zgraph.deepspeed.read_config import Config, fill, read
-from zgraph.deepspeed.recompile import compile_again
+from zgraph.deepspeed.recompile import recompile
 from zgraph.deepspeed.report import Report, Row
 from zgraph.deepspeed.translate import report as report_on
 from zgraph.deepspeed.unsupported import NoModel
@@ -278,7 +278,7 @@ def _parameters(given: Iterable[Any]) -> Iterable[Any]:
 def _training(model: nn.Module, plan: Plan, given: Given, config: dict[str, Any]) -> Training:
     """Compile the model, and connect the script's own objects to it."""
     if is_compiled(model):
-        compile_again(model, plan)
+        recompile(model, plan)
     else:
         compile(model, plan)
     handle: Any = model.__dict__["zgraph"]

@@ -25,7 +25,7 @@ from zgraph.update.resume import Known
 logger = logging.getLogger(__name__)
 
 
-def compile_again(model: nn.Module, plan: Plan) -> None:
+def recompile(model: nn.Module, plan: Plan) -> None:
     """Run a compiled model by another plan. All ranks must call it.
 
     Raises `UnsupportedError` for another layout of a model in stages, or of one with offloaded parameters.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from zgraph.deepspeed import comm
-from zgraph.deepspeed.comms_log import CompiledCommunication
+from zgraph.deepspeed.comms_log import CommsLog
 from zgraph.deepspeed.engine_settings import value_of
 from zgraph.deepspeed.monitor import Event, Monitor
 from zgraph.deepspeed.utils.memory import see_memory_usage
@@ -67,7 +67,7 @@ class StepLog:
         self._profiler = profiler
         self._clocked = self._breakdown or self._profiles is not None
         self._milliseconds: dict[str, float] = {}
-        self.communication = CompiledCommunication()
+        self.communication = CommsLog()
         timed = value_of(config, "timers.throughput", {})
         self.throughput = ThroughputTimer(
             self._every, enabled=timed.get("enabled", True), synchronized=timed.get("synchronized", True)

@@ -16,7 +16,7 @@ class NoModel(ModelError, AssertionError):
     """The error of `initialize` without a model; an `AssertionError` as well, as in DeepSpeed."""
 
 
-class Refused:
+class Unsupported:
     """The methods of an engine that raise `UnsupportedError`."""
 
     def offload_states(self, *args: Any, **kwargs: Any) -> NoReturn:

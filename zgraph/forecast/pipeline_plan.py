@@ -27,7 +27,7 @@ from zgraph.program.program import ParamSpec, Program
 from zgraph.stages.memory_search import RankBudget, refuse
 from zgraph.stages.rank_memory import RankMemory, memory_of_rank
 from zgraph.stages.stage_programs import Partition, cut, partition, reduces_once
-from zgraph.update.owned_parameters import Held, held_at, within
+from zgraph.update.owned_parameters import OwnedParameters, held_at, within
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +45,7 @@ class PlannedStages:
     joint: Program  # the whole captured model
     partition: Partition  # where the model is cut, and the schedule
     stages: Stages  # the captured programs of the stages, and the values that they send each other
-    held: tuple[Held, ...]  # the parameters that each rank along "pp" holds
+    held: tuple[OwnedParameters, ...]  # the parameters that each rank along "pp" holds
     residents: tuple[ResidentMemoryByShare, ...]  # the memory that each rank along "pp" needs besides its programs
     steps: Sequence[StepProgram]  # the programs of each stage, in order
 

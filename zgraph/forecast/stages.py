@@ -23,7 +23,7 @@ from zgraph.build.planned_step import Inputs, split_inputs
 from zgraph.forecast.pipeline_plan import PlannedStages, planned_stages
 from zgraph.passes.analysis.costs import Costs
 from zgraph.passes.analysis.simulator import Forecast, simulate
-from zgraph.passes.stages.cut_stages import Transfer
+from zgraph.passes.stages.cut_stages import StageMessage
 from zgraph.passes.stages.stage_costs import Balance
 from zgraph.plan.pipeline_schedules.actions import Action, Kind
 from zgraph.plan.plan import Plan
@@ -33,7 +33,7 @@ from zgraph.stages.gantt import picture
 from zgraph.stages.simulated_stage import SimulatedStage, likeness
 from zgraph.stages.simulation import Timeline, replay
 from zgraph.stages.stage_programs import needs_of
-from zgraph.stages.stage_tasks import duties
+from zgraph.stages.stage_tasks import stage_tasks
 from zgraph.units import columns, milliseconds, shown_bytes
 
 SHOWN = 3  # the text shows this many categories of memory, and 2 more
@@ -282,7 +282,7 @@ class _Forecaster:
     def _variants(self) -> Iterator[tuple[Action, Variant]]:
         """Yield each action with the variant of its stage's program that it runs."""
         for rank in range(self.schedule.ranks):
-            of, begun = duties(self.schedule, rank), set[int]()
+            of, begun = stage_tasks(self.schedule, rank), set[int]()
             for action in self.schedule.of(rank):
                 first = action.kind is Kind.F and action.stage not in begun
                 begun |= {action.stage} if first else set()
@@ -367,7 +367,7 @@ class _Forecaster:
         return str(specs)
 
 
-def sent_between(transfers: tuple[Transfer, ...], costs: Costs) -> tuple[Sent, ...]:
+def sent_between(transfers: tuple[StageMessage, ...], costs: Costs) -> tuple[Sent, ...]:
     """Return what each pair of stages sends for a micro-batch, one message for each value. Raises `PlanError` for
     hardware without a link for "pp"."""
     link = costs.hardware.link(STAGE_DIM)

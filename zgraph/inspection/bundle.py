@@ -22,7 +22,7 @@ from typing import Any
 
 from zgraph._version import __version__
 from zgraph.errors import BundleError
-from zgraph.inspection.inspection import Inspection, Way
+from zgraph.inspection.inspection import Inspection, PassTrace
 from zgraph.inspection.snapshot import FACTS, RUN_FACTS, Figures, Snapshot, of_file
 
 FORMAT = 1
@@ -77,7 +77,7 @@ def _views(inspection: Inspection) -> dict[str, str]:
         "remarks.txt": remarks or "nothing was missed",
         "memory.json": json.dumps(memory.data_of(inspection), indent=1),
         "timeline.json": json.dumps(trace.trace_of(inspection)),
-        "report.html": html_report.page_of(inspection),
+        "report.html": html_report.html_report(inspection),
     }
 
 
@@ -126,7 +126,7 @@ def _read_head(folder: Path) -> dict[str, Any]:
     return head
 
 
-def _write_way(way: Way, folder: Path) -> None:
+def _write_way(way: PassTrace, folder: Path) -> None:
     from zgraph.program.printer import render
 
     (folder / way.name).mkdir(exist_ok=True)
@@ -136,7 +136,7 @@ def _write_way(way: Way, folder: Path) -> None:
         path.with_suffix(".txt").write_text(render(snapshot.program), encoding="utf-8")
 
 
-def _stem(way: Way, at: int, snapshot: Snapshot) -> str:
+def _stem(way: PassTrace, at: int, snapshot: Snapshot) -> str:
     return f"{way.name}/{at:02}-{snapshot.name}"
 
 
@@ -172,13 +172,13 @@ def _head(inspection: Inspection) -> dict[str, Any]:
     }
 
 
-def _way(row: dict[str, Any], folder: Path) -> Way:
+def _way(row: dict[str, Any], folder: Path) -> PassTrace:
     passes = [of_file(_facts(p["facts"]), _figures(p["figures"]), folder / p["file"]) for p in row["passes"]]
     if not passes:
         raise ValueError(f"program {row['name']!r} has no passes")
     remarks = [{key: (float if key == "seconds" else str)(r[key]) for key in REMARK} for r in row["remarks"]]
     name, kind = str(row["name"]), str(row["kind"])
-    return Way(name, kind, passes, int(row["held"]), remarks, str(row["step"]), int(row["runs"]))
+    return PassTrace(name, kind, passes, int(row["held"]), remarks, str(row["step"]), int(row["runs"]))
 
 
 def _facts(facts: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from typing import Any
 from torch import fx
 
 from zgraph.errors import TargetError
-from zgraph.inspection.inspection import Inspection, Way
+from zgraph.inspection.inspection import Inspection, PassTrace
 from zgraph.passes.analysis.costs import computes
 from zgraph.passes.analysis.simulator import Forecast
 from zgraph.program import collectives
@@ -207,7 +207,7 @@ def _nodes(inspection: Inspection, name: str) -> tuple[list[fx.Node], Forecast |
     return [], None
 
 
-def _part(way: Way, name: str) -> str | None:
+def _part(way: PassTrace, name: str) -> str | None:
     """Return the part of a program that a range is of ("forward", "backward", "ahead0", "" for the whole); None if it
     is of another program."""
     if name == way.name or name.startswith(f"{way.name}."):

@@ -16,7 +16,7 @@ from torch import fx
 
 from zgraph.errors import TargetError
 from zgraph.inspection.diff import Difference, compare
-from zgraph.inspection.inspection import Inspection, Way
+from zgraph.inspection.inspection import Inspection, PassTrace
 from zgraph.inspection.memory import HELD, peak_of
 from zgraph.inspection.stalls import exposed_by_transfer, transfer_of
 from zgraph.names import did_you_mean
@@ -133,7 +133,7 @@ def _missed_one(remark: dict[str, Any]) -> Statement:
 
 
 # -- a pass ---------------------------------------------------------------------------------------------------------------
-def _pass(way: Way, name: str) -> Iterator[Statement]:
+def _pass(way: PassTrace, name: str) -> Iterator[Statement]:
     snapshot, before = way.after(name), way.before(name)
     facts = snapshot.facts
     options = ", ".join(f"{k}={v!r}" for k, v in facts["options"].items() if v is not None)
@@ -164,12 +164,12 @@ def _pass(way: Way, name: str) -> Iterator[Statement]:
     yield from (_missed_one(remark) for remark in way.remarks if remark["made_by"] == name)
 
 
-def _giver(way: Way, fact: str) -> str:
+def _giver(way: PassTrace, fact: str) -> str:
     return next((s.name for s in way.snapshots if fact in s.facts["provides"]), "the capture")
 
 
 # -- a node ---------------------------------------------------------------------------------------------------------------
-def _node(inspection: Inspection, way: Way, name: str) -> Iterator[Statement]:
+def _node(inspection: Inspection, way: PassTrace, name: str) -> Iterator[Statement]:
     alive = {n.name: n for n in way.last.program.graph.nodes}
     node = alive.get(name) or _last_seen(way, name)
     if has_info(node):
@@ -186,7 +186,7 @@ def _node(inspection: Inspection, way: Way, name: str) -> Iterator[Statement]:
     yield from (_missed_one(remark) for remark in way.remarks if remark["node"] == name)
 
 
-def _last_seen(way: Way, name: str) -> fx.Node:
+def _last_seen(way: PassTrace, name: str) -> fx.Node:
     for snapshot in reversed(way.snapshots):
         for node in snapshot.program.graph.nodes:
             if node.name == name:
@@ -194,7 +194,7 @@ def _last_seen(way: Way, name: str) -> fx.Node:
     raise KeyError(name)
 
 
-def _purpose(way: Way, node: fx.Node) -> str:
+def _purpose(way: PassTrace, node: fx.Node) -> str:
     record = info(node)
     where = f"module {record.module or '(root)'}{f', {record.source}' if record.source else ''}"
     if record.role is Role.COMPUTE:
@@ -203,7 +203,7 @@ def _purpose(way: Way, node: fx.Node) -> str:
     return f"{record.role.value}{of}, for the {record.phase.value} of {where}"
 
 
-def _made(way: Way, node: fx.Node) -> Iterator[Statement]:
+def _made(way: PassTrace, node: fx.Node) -> Iterator[Statement]:
     """Yield which pass inserted a node, and why, if it repeats another node."""
     if not has_info(node):
         return
@@ -266,7 +266,7 @@ def _taken(forecast: Forecast, node: fx.Node) -> Iterator[Statement]:
         )
 
 
-def _kept(inspection: Inspection, way: Way, node: fx.Node) -> Iterator[Statement]:
+def _kept(inspection: Inspection, way: PassTrace, node: fx.Node) -> Iterator[Statement]:
     life = next((one for one in inspection.lives(way) if one.node is node), None)
     if life is None or not life.bytes:
         return
@@ -347,7 +347,7 @@ def _layout(inspection: Inspection, spec: ParamSpec) -> Statement:
     return Statement(whole, "it has no dimension to shard" if not spec.shape else "", cost)
 
 
-def _transfers(inspection: Inspection, way: Way, name: str) -> Iterator[Statement]:
+def _transfers(inspection: Inspection, way: PassTrace, name: str) -> Iterator[Statement]:
     program = way.last.program
     forecast = inspection.forecast.programs[0]
     spans = {s.node: s for s in forecast.spans if s.lane.startswith("link:")}
@@ -386,7 +386,7 @@ def _transfers(inspection: Inspection, way: Way, name: str) -> Iterator[Statemen
         yield Statement("it is not gathered again for the backward", why=_why_once(inspection, way, name))
 
 
-def _why_once(inspection: Inspection, way: Way, name: str) -> str:
+def _why_once(inspection: Inspection, way: PassTrace, name: str) -> str:
     program = way.last.program
     if any(port.name == name and port.role is OutputRole.UNSHARDED for port in program.outputs):
         return f"zero = {inspection.plan.zero} keeps what the forward gathered"
@@ -419,7 +419,7 @@ def _transfer_cost(start: fx.Node, spans: dict[str, Span], waits: dict[str, floa
     return f"{lasts}, {f'{milliseconds(exposed)} of waiting' if exposed else 'hidden'}"
 
 
-def _updated(inspection: Inspection, update: Way, name: str) -> Iterator[Statement]:
+def _updated(inspection: Inspection, update: PassTrace, name: str) -> Iterator[Statement]:
     program = update.last.program
     states = {
         port.name.rpartition("/")[2]: node

@@ -21,7 +21,7 @@ from zgraph.inspection.page.data import data_of, pack
 from zgraph.inspection.page.summary import remarks_of, summary_of, title_of
 
 
-def page_of(inspection: Inspection) -> str:
+def html_report(inspection: Inspection) -> str:
     """Return the page."""
     style, script = _asset("page.css"), _script()
     return Template(_asset("page.html")).substitute(

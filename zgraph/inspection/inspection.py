@@ -25,7 +25,7 @@ STEP, UPDATE, EVALUATION = "step", "update", "evaluation"
 
 
 @dataclass(eq=False)
-class Way:
+class PassTrace:
     """A program after each of its passes.
 
     Of several micro-batches the first, the following ones and the last may have programs of their own, which belong to
@@ -67,7 +67,7 @@ class Inspection:
 
     origin: str  # the name of the model, target or bundle that it is of
     world: int  # the number of ranks
-    ways: dict[str, Way]  # its programs by name
+    ways: dict[str, PassTrace]  # its programs by name
     plan_data: dict[str, Any]  # the plan as JSON
     hardware: dict[str, Any]  # the costs' hardware as JSON
     late: bool = False  # whether the update runs beside the next step
@@ -99,7 +99,7 @@ class Inspection:
             raise BundleError(error.what, where=where, why=error.why, hint=error.hint) from error
 
     # -- programs -----------------------------------------------------------------------------------------------------
-    def way(self, name: str | None = None) -> Way:
+    def way(self, name: str | None = None) -> PassTrace:
         """Return the program of this name, by default that of the training step made last (of its first micro-batch).
         Raises `TargetError` if none has the name, and if there is no program at all."""
         if not self.ways:
@@ -115,7 +115,7 @@ class Inspection:
         return self.ways[name]
 
     @property
-    def update(self) -> Way | None:
+    def update(self) -> PassTrace | None:
         """The update of the step: the last one made; None without one."""
         found = [w for w in self.ways.values() if w.kind == UPDATE]
         return found[-1] if found else None
@@ -133,7 +133,7 @@ class Inspection:
     def at(self, sizes: Mapping[str, int]) -> Inspection:
         """Return this inspection with its programs at these sizes, by name; at the typical ones where none is given.
         Raises `TargetError` for a name that no program has, and for sizes that a program is not for."""
-        made: dict[str, Way] = {}
+        made: dict[str, PassTrace] = {}
         names: set[str] = set()
         for name, way in self.ways.items():
             known = way.last.program.sizes
@@ -155,7 +155,7 @@ class Inspection:
                 )
         return replace(self, ways=made)
 
-    def step_ways(self) -> list[Way]:
+    def step_ways(self) -> list[PassTrace]:
         """Return the programs that a step runs, in order."""
         first = self.way()
         ways = [w for w in self.ways.values() if w.step == first.step]
@@ -177,11 +177,11 @@ class Inspection:
         runs = tuple(w.runs for w in ways)
         return StepForecast((*found, *updates), self.costs.hardware.step, self.late and bool(updates), runs)
 
-    def forecasts(self) -> list[tuple[Way, Forecast]]:
+    def forecasts(self) -> list[tuple[PassTrace, Forecast]]:
         """Return each program of a step with its forecast."""
         return list(zip(self.step_ways(), self.forecast.programs, strict=True))
 
-    def lives(self, way: Way) -> list[Life]:
+    def lives(self, way: PassTrace) -> list[Life]:
         """Return the values that take memory in a program, with the positions from and to which they live."""
         from zgraph.passes.analysis.memory import lives
 

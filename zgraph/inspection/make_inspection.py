@@ -9,7 +9,7 @@ from torch import nn
 
 from zgraph.build.pass_pipeline import EVERY_PASS, PLAIN, PassFilter, Variant, costs_of
 from zgraph.build.step_program import StepProgram
-from zgraph.inspection.inspection import EVALUATION, STEP, UPDATE, Inspection, Way
+from zgraph.inspection.inspection import EVALUATION, STEP, UPDATE, Inspection, PassTrace
 from zgraph.inspection.snapshot import of_record
 from zgraph.passes import History
 from zgraph.passes.analysis.costs import Costs, most_bytes
@@ -86,7 +86,7 @@ def of_stage(
 
 def of_runtime(runtime: Runtime) -> Inspection:
     """Inspect a running model's programs so far, with what was measured of its steps."""
-    ways: dict[str, Way] = {}
+    ways: dict[str, PassTrace] = {}
     for entry in runtime.entries.values():
         for program in entry.every_program():
             ways |= {way.name: way for way in _step_ways(program, runtime.costs, program.runs())}
@@ -105,7 +105,7 @@ def of_runtime(runtime: Runtime) -> Inspection:
     )
 
 
-def _step_ways(step: StepProgram, costs: Costs, parts: list[tuple[str, Variant, int]]) -> list[Way]:
+def _step_ways(step: StepProgram, costs: Costs, parts: list[tuple[str, Variant, int]]) -> list[PassTrace]:
     """Return the programs of a step: "train0" for its first micro-batch, "train0-next" and "train0-last" for others, if
     there are any. `parts` is what `StepProgram.runs` returns."""
     if not step.differentiated:
@@ -122,16 +122,16 @@ def _step_ways(step: StepProgram, costs: Costs, parts: list[tuple[str, Variant, 
     return ways
 
 
-def _way(history: History, held: int, costs: Costs, name: str | None = None) -> Way:
+def _way(history: History, held: int, costs: Costs, name: str | None = None) -> PassTrace:
     program = history.program
     remarks = [_remark_data(r) for r in program.remarks]
     snapshots = [of_record(r, costs) for r in history.records]
     name = name or program.name
-    return Way(name, kind_of(program), snapshots, held, remarks, name)
+    return PassTrace(name, kind_of(program), snapshots, held, remarks, name)
 
 
 def kind_of(program: Program) -> str:
-    """Return the kind of a finished program: see `Way.kind`."""
+    """Return the kind of a finished program: see `PassTrace.kind`."""
     if any(p.role is InputRole.GRADIENT for p in program.inputs):
         return UPDATE
     trains = any(p.role in (OutputRole.GRADIENT, OutputRole.RETURNED) for p in program.outputs)

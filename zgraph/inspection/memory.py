@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from zgraph.errors import PlanError, TargetError
-from zgraph.inspection.inspection import Inspection, Way
+from zgraph.inspection.inspection import Inspection, PassTrace
 from zgraph.names import did_you_mean
 from zgraph.passes.analysis.memory import CATEGORIES, Life
 from zgraph.passes.analysis.simulator import Forecast
@@ -75,7 +75,7 @@ def peak_of(inspection: Inspection, count: int = HOLDERS, category: str | None =
     )
 
 
-def total_at(way: Way, forecast: Forecast, category: str | None = None) -> tuple[int, int]:
+def total_at(way: PassTrace, forecast: Forecast, category: str | None = None) -> tuple[int, int]:
     """Return (the most bytes in use while a program runs, with those held besides, or the most of one category; the
     first position that reaches them)."""
     if category == HELD:

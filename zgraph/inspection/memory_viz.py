@@ -11,7 +11,7 @@ import bisect
 import pickle
 from typing import Any
 
-from zgraph.inspection.inspection import UPDATE, Inspection, Way
+from zgraph.inspection.inspection import UPDATE, Inspection, PassTrace
 from zgraph.inspection.memory import HELD, owner
 from zgraph.passes.analysis.memory import Life
 from zgraph.passes.analysis.simulator import Forecast
@@ -63,7 +63,7 @@ def snapshot_of(inspection: Inspection) -> dict[str, Any]:
 
 
 def _program(
-    inspection: Inspection, way: Way, forecast: Forecast, begins: float, space: _Space
+    inspection: Inspection, way: PassTrace, forecast: Forecast, begins: float, space: _Space
 ) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
     clock = [begins, *(begins + at for at in forecast.clock)]

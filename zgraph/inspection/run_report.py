@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zgraph.codegen.executable import Executable, Kernel
-from zgraph.inspection.html_report import page_of
+from zgraph.inspection.html_report import html_report
 from zgraph.inspection.make_inspection import of_runtime
 from zgraph.passes.analysis.simulator import simulate
 from zgraph.program import collectives
@@ -59,7 +59,7 @@ class Report:
 
     def html(self) -> str:
         """Return the report as one HTML page, which needs no other files."""
-        return page_of(of_runtime(self._runtime))
+        return html_report(of_runtime(self._runtime))
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the HTML page to a file."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from zgraph.inspection.inspection import UPDATE, Inspection, Way
+from zgraph.inspection.inspection import UPDATE, Inspection, PassTrace
 from zgraph.inspection.memory import HELD
 from zgraph.passes.analysis.costs import computes
 from zgraph.passes.analysis.simulator import Forecast
@@ -54,7 +54,7 @@ def _names(rank: int, lanes: dict[str, int]) -> list[dict[str, Any]]:
 
 
 def _program(
-    way: Way, forecast: Forecast, begins: float, lanes: dict[str, int], category: str, of: str
+    way: PassTrace, forecast: Forecast, begins: float, lanes: dict[str, int], category: str, of: str
 ) -> list[dict[str, Any]]:
     """Return the events of one run of a program, which begins `begins` seconds after the trace. `of`: a suffix for its
     lanes' names, if they are not the step's."""
@@ -105,7 +105,7 @@ def first_reader(start: fx.Node) -> fx.Node | None:
     return None
 
 
-def _counters(way: Way, forecast: Forecast, begins: float) -> list[dict[str, Any]]:
+def _counters(way: PassTrace, forecast: Forecast, begins: float) -> list[dict[str, Any]]:
     """Return counter events of the live bytes by category, wherever they change."""
     categories = dict.fromkeys(category for at in forecast.memory for category in at)
     found: list[dict[str, Any]] = []

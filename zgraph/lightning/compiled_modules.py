@@ -21,7 +21,7 @@ SELF = "self"
 _MARK = "_part_of_zgraph_lightning"  # the key of a part's __dict__ with the plan that it was compiled by
 
 
-def parts_of(model: nn.Module, modules: str | Sequence[str] | None) -> dict[str, nn.Module]:
+def compiled_modules(model: nn.Module, modules: str | Sequence[str] | None) -> dict[str, nn.Module]:
     """Return the modules to compile, by path: the named ones, or the outermost ones that have parameters and a forward.
 
     Raises `ModelError` for an unknown path, a part inside of another, a parameter that is in no part or in two, and modules
@@ -138,7 +138,7 @@ def _refuse_left_out(model: nn.Module, parts: Mapping[str, nn.Module]) -> None:
         )
 
 
-def compile_parts(parts: Mapping[str, nn.Module], plan: Plan, device: torch.device, world: int) -> DeviceMesh:
+def compile_modules(parts: Mapping[str, nn.Module], plan: Plan, device: torch.device, world: int) -> DeviceMesh:
     """Compile the parts over one mesh and return the mesh.
 
     Parts that this function has compiled by the same plan before stay as they are. Raises `ModelError` for one that was

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from zgraph.api.full_state_dict import as_held, full_optimizer_state
 from zgraph.errors import ModelError, PlanError
-from zgraph.lightning.compiled_modules import SELF, compile_parts, parts_of
+from zgraph.lightning.compiled_modules import SELF, compile_modules, compiled_modules
 from zgraph.lightning.state_dicts import cut_state, same_buffers, whole_state
 from zgraph.lightning.uncompiled_steps import refuse_divided, refuse_plain_loss
 from zgraph.lightning.unsupported import refuse_optimizers, refuse_plan, refuse_precision, refuse_several_parts
@@ -76,10 +76,10 @@ class ZGraphStrategy(DDPStrategy):
         refuse_plan(self.plan, self.world_size)
         refuse_precision(self.precision, self.plan)
         whole = SELF if not isinstance(module, LightningModule) else None
-        parts = parts_of(module, whole if self.modules is None else self.modules)
+        parts = compiled_modules(module, whole if self.modules is None else self.modules)
         refuse_several_parts(self.plan, parts)
         same_buffers(module, but=parts.values())
-        compile_parts(parts, self.plan, self.root_device, self.world_size)
+        compile_modules(parts, self.plan, self.root_device, self.world_size)
         self._set_up.append((module, parts))
         return module
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from zgraph.api.full_state_dict import as_held, full_optimizer_state
 from zgraph.api.full_weights import full_weights
-from zgraph.lightning.compiled_modules import compile_parts, parts_of
+from zgraph.lightning.compiled_modules import compile_modules, compiled_modules
 from zgraph.lightning.logged_values import log_as_before, log_whole_values
 from zgraph.lightning.state_dicts import cut_state, same_buffers, whole_state
 from zgraph.lightning.uncompiled_steps import explained, refuse_divided, refuse_plain_loss
@@ -86,12 +86,12 @@ class ZGraphStrategy(DDPStrategy):
         refuse_plan(plan, self.world_size)
         refuse_precision(self.precision_plugin, plan)
         refuse_two_clippings(plan, trainer.gradient_clip_val)
-        parts = parts_of(self.model, self.modules)
+        parts = compiled_modules(self.model, self.modules)
         refuse_several_parts(plan, parts)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         same_buffers(self.model, but=parts.values())
-        compile_parts(parts, plan, self.root_device, self.world_size)
+        compile_modules(parts, plan, self.root_device, self.world_size)
         self.parts = parts
         self._reset_optimizers_and_schedulers()
         if fitting:

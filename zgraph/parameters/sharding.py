@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from zgraph.capture.former_storages import former_memory
+from zgraph.capture.former_storages import former_storages
 from zgraph.errors import ModelError, UnsupportedError
 from zgraph.offload.host_gradients import Away, where_it_lies
 from zgraph.parameters.mixed_precision import stays_fp32, with_precision
@@ -447,7 +447,7 @@ class Shards:
         """Cut this rank's part out of a whole parameter, and put it in the module under every name of the parameter."""
         spec = self.specs[name]
         old = self._params[name]
-        memory = former_memory(self.module)
+        memory = former_storages(self.module)
         memory.note(name, old)
         whole = whole.to(spec.dtype)
         if self.mesh is None:
@@ -493,7 +493,7 @@ class Shards:
     def offload_to_home(self, name: str) -> None:
         """Put a parameter that another rank stores on the meta device here, under every name that it had."""
         old, spec = self._params[name], self.specs[name]
-        former_memory(self.module).note(name, old)
+        former_storages(self.module).note(name, old)
         made = torch.empty_strided(spec.whole_shape, spec.whole_stride, dtype=spec.dtype, device="meta")
         fresh = nn.Parameter(made, requires_grad=old.requires_grad)
         replaced(old, fresh, "the model was cut into stages", f"it holds {name!r} as it was; another rank has it now")
@@ -503,7 +503,7 @@ class Shards:
 
     def adopt(self, twin: nn.Module) -> Shards:
         """Return the shards of a deep copy of the module: the same layouts, with padded buffers of their own."""
-        if former_memory(self.module).is_read:
+        if former_storages(self.module).is_read:
             raise UnsupportedError(
                 "a model that reads a parameter through another tensor in its memory can't be copied",
                 why="the copy's tensor would not lie in the memory of the copy's parameter",

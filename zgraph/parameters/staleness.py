@@ -16,7 +16,7 @@ from zgraph.errors import StepError
 from zgraph.parameters.sharding import Shards
 
 
-class Unchanged:
+class Staleness:
     """The checks for one use of weights, which `what` names in the error."""
 
     def __init__(self, shards: Shards, device: torch.device, what: str) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from zgraph.program import collectives
-from zgraph.program.lazy_program import LateProgram
+from zgraph.program.lazy_program import LazyProgram
 from zgraph.program.node import has_info, info, value
 from zgraph.program.program import Level, Program
 
@@ -26,7 +26,7 @@ def node_digests(program: Program) -> list[tuple[str, str]]:
 def digest(program: Program) -> str:
     """Return one SHA-256, in hex, of all that ranks must have equal: nodes in order, roles of inputs and outputs,
     mesh, level."""
-    if isinstance(program, LateProgram) and not program.is_made:
+    if isinstance(program, LazyProgram) and not program.is_made:
         return program.kept_digest
     ports = [f"{p.role}:{p.name}:{p.index}:{p.of}" for p in (*program.inputs, *program.outputs)]
     return _hash(f"{node_digests(program)} {ports} {list(program.mesh.items())} {Level(program.level).name}")

@@ -12,7 +12,7 @@ from zgraph.program.serialize import frame_from_json, from_json, to_json
 _LATE = ("module", "fake_mode")
 
 
-class LateProgram(Program):
+class LazyProgram(Program):
     """A `Program` whose graph is built by `make` the first time that it is accessed; all other fields are known."""
 
     def __init__(
@@ -43,22 +43,22 @@ class LateProgram(Program):
         return "module" in self.__dict__
 
 
-def is_unseen(program: Program) -> bool:
+def is_unmade(program: Program) -> bool:
     """Return whether a program's graph has not been built yet: the program is as it was stored."""
-    return isinstance(program, LateProgram) and not program.is_made
+    return isinstance(program, LazyProgram) and not program.is_made
 
 
 def text_of(program: Program) -> str:
     """Return a program's JSON form, as text. Raises `UnsupportedError` for a program that has none."""
-    if isinstance(program, LateProgram) and is_unseen(program) and program._text is not None:
+    if isinstance(program, LazyProgram) and is_unmade(program) and program._text is not None:
         return program._text
     return json.dumps(to_json(program), separators=(",", ":"))
 
 
-def late_from_text(text: str, digest: str, said: Mapping[str, Any]) -> LateProgram:
+def lazy_from_text(text: str, digest: str, said: Mapping[str, Any]) -> LazyProgram:
     """Return the program that `text_of` wrote, with its graph read only when accessed.
 
     `digest` is its digest when it was written, `said` what was read of its graph then.
     """
     data = json.loads(text)
-    return LateProgram(frame_from_json(data), lambda: from_json(data), text, digest, said)
+    return LazyProgram(frame_from_json(data), lambda: from_json(data), text, digest, said)

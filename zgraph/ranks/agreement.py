@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zgraph.errors import RankMismatchError, ZgraphError
 from zgraph.ranks import progress
-from zgraph.ranks.foreseen_actions import UPDATE, Act, Coming, Course, around, shown_difference
+from zgraph.ranks.foreseen_actions import UPDATE, Act, Coming, ForeseenActions, around, shown_difference
 from zgraph.torch_compat import process_groups
 
 T = TypeVar("T")
@@ -120,7 +120,9 @@ class Agreement:
         self.ranks: list[int] = []
         self._levels: list[Any] = []  # the groups that it votes in, one after another
         self.heart: object | None = None  # a `zgraph.ranks.heartbeat.Heart`; while it lives, its ranks watch each other
-        self.course: Course | None = None  # the acts that need no vote if they are foreseen; None: all are voted on
+        self.course: ForeseenActions | None = (
+            None  # the acts that need no vote if they are foreseen; None: all are voted on
+        )
         self.refuse_ended: Callable[[], None] | None = None  # (raises the reason once the ranks vote no more)
         # by group: the plan's timeout, and the one it had before
         self._limited: dict[Any, tuple[timedelta, timedelta]] = {}
@@ -186,7 +188,7 @@ class Agreement:
         """
         if self.course is None and on and self.heart is not None:
             shared = dict.fromkeys((*groups, *self.groups()))
-            self.course = Course(str(self.group.group_name), self.ranks, list(shared))
+            self.course = ForeseenActions(str(self.group.group_name), self.ranks, list(shared))
         if self.course is not None:
             self.course.begin_anew()
             self.course.active = on

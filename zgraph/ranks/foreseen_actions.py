@@ -41,14 +41,14 @@ class Act:
     text: str  # what all ranks must have in common
 
 
-class Course:
+class ForeseenActions:
     """The acts of this rank with a group of ranks. `name` identifies the group, on all of its ranks alike; `groups` are
     the process groups in which they wait for each other.
     """
 
-    of_all: ClassVar[weakref.WeakSet[Course]] = weakref.WeakSet()
+    of_all: ClassVar[weakref.WeakSet[ForeseenActions]] = weakref.WeakSet()
     # by ranks: the course that was last in an act
-    last: ClassVar[weakref.WeakValueDictionary[tuple[int, ...], Course]] = weakref.WeakValueDictionary()
+    last: ClassVar[weakref.WeakValueDictionary[tuple[int, ...], ForeseenActions]] = weakref.WeakValueDictionary()
 
     def __init__(self, name: str, ranks: Sequence[int], groups: Sequence[Any]) -> None:
         self.ranks = tuple(ranks)
@@ -70,7 +70,7 @@ class Course:
         self._before = self._step = 0  # hashes of the step before, and of this step so far
         self._store = process_groups.own_store(process_groups.default_store(), f"zgraph/course/{name}")
         self._lock = threading.Lock()
-        Course.of_all.add(self)
+        ForeseenActions.of_all.add(self)
 
     # -- what is foreseen ---------------------------------------------------------------------------------------------
     def foreseen(self) -> Act | None:
@@ -82,7 +82,7 @@ class Course:
         """Go on without a vote and return True if this act is foreseen. It is not if another model of the same ranks
         has been in an act since.
         """
-        others = Course.last.get(self.ranks) is not self
+        others = ForeseenActions.last.get(self.ranks) is not self
         if not self.active or others or len(self.past) >= LONGEST or self.foreseen() != act:
             return False
         if self.promised and self.promised[-1] == act:
@@ -93,7 +93,7 @@ class Course:
 
     def did(self, act: Act, *, ends: bool = False) -> None:
         """Learn from an act that all ranks have voted on or foreseen. `ends`: it ends the step."""
-        Course.last[self.ranks] = self
+        ForeseenActions.last[self.ranks] = self
         if len(self._following) >= KNOWN:
             self._following.clear()
         self._following[self._before, self._step] = act
@@ -224,7 +224,7 @@ def answer_all() -> None:
     (a course refers to its model).
     """
     try:
-        living = list(Course.of_all)
+        living = list(ForeseenActions.of_all)
     except RuntimeError:  # (another thread has just made one)
         return
     for course in living:

@@ -33,7 +33,7 @@ from zgraph.program import collectives
 from zgraph.program.node import place_of
 from zgraph.ranks import progress
 from zgraph.ranks.foreseen_actions import answer_all
-from zgraph.ranks.thread_stacks import Line, stack_of
+from zgraph.ranks.thread_stacks import StackFrame, stack_of
 from zgraph.torch_compat import process_groups
 
 if TYPE_CHECKING:
@@ -371,7 +371,7 @@ def _place(node: fx.Node | None) -> tuple[str, int, str]:
     )
 
 
-def _line_of(stack: Sequence[Line]) -> str:
+def _line_of(stack: Sequence[StackFrame]) -> str:
     """Return the innermost line of the user's own code that a thread is in, in words."""
     own = [line for line in stack if not line.file.startswith(("<", *_NOT_THE_USERS))]
     for found in (*own, *stack):

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from torch import fx
 
 from zgraph.errors import CollectiveError, ZgraphError
-from zgraph.ranks.thread_stacks import Line
+from zgraph.ranks.thread_stacks import StackFrame
 
 
 class Together(Protocol):
@@ -37,10 +37,10 @@ class Running(Protocol):
 
     program: Any
 
-    def running_node(self, stack: Sequence[Line]) -> fx.Node | None: ...
+    def running_node(self, stack: Sequence[StackFrame]) -> fx.Node | None: ...
 
 
-class Place:
+class RankProgress:
     """Where this process is.
 
     `inside` is the program (an Executable) or the text of the vote that `thread` is in, None between them; `others` are
@@ -60,7 +60,7 @@ class Place:
 
 Reporter = Callable[[Any], tuple[str, tuple[int, ...]] | None]
 
-HERE = Place()
+HERE = RankProgress()
 _mine = threading.local()  # of this thread: whether it is aside, and the ranks that it runs programs with
 _reporters: list[Reporter] = []
 

@@ -23,7 +23,7 @@ _place_of = attrgetter("f_code", "f_lineno")
 
 
 @dataclass(frozen=True)
-class Line:
+class StackFrame:
     """A line of code that a thread is at."""
 
     file: str  # path of the source file
@@ -31,14 +31,14 @@ class Line:
     function: str  # name of the function
 
 
-def stack_of(thread: int) -> list[Line]:
+def stack_of(thread: int) -> list[StackFrame]:
     """Return the lines that a thread is at, the innermost first, at most `DEPTH`; [] if it is not in Python."""
     innermost = map(methodcaller("get", thread), starmap(sys._current_frames, [()]))
     outwards = accumulate(chain(innermost, repeat("f_back", DEPTH - 1)), getattr)
     places = map(_place_of, takewhile(truth, outwards))
     with _no_collection():
         found = list(places)  # (the one call: all of the above is lazy)
-    return [Line(code.co_filename, number or 0, code.co_name) for code, number in found]
+    return [StackFrame(code.co_filename, number or 0, code.co_name) for code, number in found]
 
 
 @contextmanager

@@ -15,10 +15,10 @@ from zgraph.errors import UnsupportedError
 from zgraph.parameters.sharding import Shards
 from zgraph.program.program import InputRole
 from zgraph.ranks.rng import random_states, restored
-from zgraph.runtime.step_votes import Acts
+from zgraph.runtime.step_votes import StepVotes
 from zgraph.runtime.timings import Clock
 from zgraph.runtime.unsharded_weights import UnshardedWeights
-from zgraph.runtime.version_counters import Versions
+from zgraph.runtime.version_counters import VersionCounters
 from zgraph.torch_compat import autograd_state, tensor_storage
 from zgraph.torch_compat.autograd_state import keeps_graph
 
@@ -57,7 +57,7 @@ class Runs(Protocol):
     """What runs the programs of a forward and its backward: a rank's runtime."""
 
     shards: Shards
-    acts: Acts
+    acts: StepVotes
     device: torch.device
     clock: Clock
     unsharded: UnshardedWeights
@@ -118,7 +118,7 @@ class Step(torch.autograd.Function):
         for at, cut in ctx.cuts.items():
             outputs[at] = cut.of(outputs[at])
         ctx.kept = dict(runtime.unsharded.weights) if step.keeps else {}
-        ctx.versions = Versions(entry.trace, step, ctx.saved.sharing, runtime.shards.version)
+        ctx.versions = VersionCounters(entry.trace, step, ctx.saved.sharing, runtime.shards.version)
         ctx.versions.note(flat, outputs)
         # (an output itself would refer to this context, which would refer to it)
         ctx.numbers = {i: v.detach() for i, v in enumerate(outputs) if nonfinite is not None and _is_number(v)}

@@ -9,9 +9,9 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from zgraph.build.step_program import Entry
-from zgraph.capture.learned_sizes import Family, Numbers, Shapes, Signature, Value, VaryingSizes
+from zgraph.capture.learned_sizes import Family, LearnedSizes, Numbers, Shapes, Signature, Value
 from zgraph.capture.replaced_forward import signature_of
-from zgraph.capture.symbolic_capture import OpenSizes
+from zgraph.capture.symbolic_capture import SymbolicSizes
 from zgraph.errors import CaptureError, RankMismatchError, SignatureError, SizeError, ZgraphError
 from zgraph.plan.shapes import buckets_of, fixed_by, sizes_in
 from zgraph.runtime.rank import Rank
@@ -23,7 +23,7 @@ RankCall = tuple[Shapes, tuple[Value, ...], Numbers]
 """The parts of a rank's call that may differ between ranks."""
 
 
-class SizesOfCalls:
+class CallSizeTracker:
     """What is known of the sizes of one compiled module's calls."""
 
     def __init__(self, rank: Rank) -> None:
@@ -33,7 +33,7 @@ class SizesOfCalls:
         self.varies = plan.shapes != "static" and self.fixed is None
         self.anticipate = plan.shapes == "dynamic" and not sizes_in(plan.dynamic)
         self._told_fixed = plan.shapes == "static" or self.fixed is None
-        self._varying: VaryingSizes | None = None
+        self._varying: LearnedSizes | None = None
         # reasons why sizes are numbers that the user has not been told yet
         self.reasons: list[tuple[str, ZgraphError]] = []
         self._seen: dict[str, Shapes] = {}  # of static programs: the first shapes seen, by the call's family
@@ -47,7 +47,7 @@ class SizesOfCalls:
             parameters = list(signature_of(self.rank.forward_function).parameters.values())[1:]
             buckets = buckets_of(self.rank.plan)
             padded = {name: pad.dims for name, pad in buckets.padded().items()} if buckets is not None else {}
-            self._varying = VaryingSizes(sizes_in(self.rank.plan.dynamic), parameters, padded)
+            self._varying = LearnedSizes(sizes_in(self.rank.plan.dynamic), parameters, padded)
         return CallSizes(self, call, self._varying.family(call))
 
     def _tell_fixed(self, call: Signature) -> None:
@@ -66,7 +66,7 @@ class CallSizes:
     such calls.
     """
 
-    def __init__(self, known: SizesOfCalls, call: Signature, family: Family | None) -> None:
+    def __init__(self, known: CallSizeTracker, call: Signature, family: Family | None) -> None:
         self.known, self.call, self.family = known, call, family
         self.learn = family is not None
         self._asked: dict[str, int] | None = None  # sizes that no program serves yet
@@ -127,7 +127,7 @@ class CallSizes:
         """Return a stand-in for a call of these shapes and constants."""
         return CallSizes(self.known, self.call.at(shapes, values, device), self.family)
 
-    def open_sizes(self) -> OpenSizes | None:
+    def open_sizes(self) -> SymbolicSizes | None:
         """Return what the capture of this call's program treats as symbols; None if all sizes are numbers."""
         return self.family.open_sizes(self.call, self._asked, self._fixed) if self.family is not None else None
 

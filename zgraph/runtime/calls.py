@@ -14,19 +14,19 @@ from typing import Any
 
 import torch
 
-from zgraph.build.programs_of_one_step import leave, put_beside
+from zgraph.build.programs_of_one_step import leave, pair_programs
 from zgraph.build.step_program import Entry
 from zgraph.capture.cache_key import shared, signed
 from zgraph.capture.inputs import refuse_inputs
 from zgraph.capture.learned_sizes import Signature
-from zgraph.capture.symbolic_capture import OpenSizes
+from zgraph.capture.symbolic_capture import SymbolicSizes
 from zgraph.capture.value_inputs import ValueInputs, warn_of_unknown, with_values
 from zgraph.errors import CaptureError, SignatureError, SizeError, ZgraphError
 from zgraph.plan.shapes import buckets_of
 from zgraph.ranks import compile_progress
-from zgraph.runtime.call_sizes import CallSizes, SizesOfCalls
+from zgraph.runtime.call_sizes import CallSizes, CallSizeTracker
 from zgraph.runtime.rank import Rank
-from zgraph.runtime.recompile_storms import Storms
+from zgraph.runtime.recompile_storms import RecompileStorms
 from zgraph.runtime.same_on_all_ranks import INPUTS
 from zgraph.torch_compat import fake_tensors
 from zgraph.torch_compat.guards import Failing
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 _STATE = "; python state "  # in the keys of programs: comes before the number of the Python state that one is for
 
-Compile = Callable[[str, tuple[Any, ...], dict[str, Any], OpenSizes | None], Entry]
+Compile = Callable[[str, tuple[Any, ...], dict[str, Any], SymbolicSizes | None], Entry]
 """Compiles the program for a call: takes the program's key, the call, and the sizes that are to be symbols."""
 
 Execute = Callable[[Entry, tuple[Any, ...]], tuple[Any, ...]]
@@ -74,9 +74,9 @@ class Calls:
         self._compile = compile_entry
         self._execute = execute
         self._bound: dict[str, Callable[..., Any]] = {}
-        self._sizes = SizesOfCalls(rank)
+        self._sizes = CallSizeTracker(rank)
         self._values = ValueInputs(rank.plan.dynamic, rank.forward_function)
-        self._storms = Storms(rank.forward_function, rank.plan.max_programs)
+        self._storms = RecompileStorms(rank.forward_function, rank.plan.max_programs)
         self._states: dict[str, list[str]] = {}  # keys of programs that differ in Python state, by the key without it
         self._made: dict[str, int] = {}  # how many such programs were ever made
         self._programs = 0  # how many programs were ever made
@@ -176,7 +176,7 @@ class Calls:
             found = self._find_together(sizes, args, kwargs)
             self.rank.everyone.vote(INPUTS, found.ballot)
             keys.append((self._add(found, sizes, args, kwargs) if found.new else found).key)
-        put_beside([self.rank.entries[key] for key in keys])
+        pair_programs([self.rank.entries[key] for key in keys])
         self.rank.acts.did_forward(" beside ".join(keys))
         return self._called(keys[calls.index(own)], *keys)
 
@@ -318,7 +318,7 @@ class Calls:
             searched=plan.memory_budget is not None,
         )
 
-    def _open_sizes(self, found: _Found, sizes: CallSizes) -> OpenSizes | None:
+    def _open_sizes(self, found: _Found, sizes: CallSizes) -> SymbolicSizes | None:
         """Return what the capture of a call's program treats as symbols. Python numbers (a counter in the model's
         attributes, say) that differ from those that the program before it was captured with become inputs.
         """
@@ -331,7 +331,7 @@ class Calls:
         changed = before.trace.flat.changed_numbers(self.rank.module, args, kwargs)
         if not changed:
             return asked
-        asked = asked or OpenSizes({}, {})
+        asked = asked or SymbolicSizes({}, {})
         return dataclasses.replace(asked, numbers=tuple(dict.fromkeys([*asked.numbers, *changed])))
 
     def _asked(self, sizes: CallSizes, *, refused: bool) -> dict[str, int] | None:

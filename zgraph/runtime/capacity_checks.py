@@ -7,7 +7,7 @@ from zgraph.errors import OffloadError
 from zgraph.runtime.rank import Rank
 
 
-def fit(rank: Rank, step: StepProgram) -> None:
+def check_capacity(rank: Rank, step: StepProgram) -> None:
     """Build the programs of a step with the passes. Raises `PlanError` if one does not fit into the plan's memory
     budget, `SizeError` for a size without a bound beside such a budget, `OffloadError` if the disk has no room for the
     offloaded activations.

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 View = tuple[str, str, bool]  # a rank's folder, the key of its step there, and whether the step is cached there
 
 
-def make_once(rank: Rank, entry: Entry) -> None:
+def compile_once(rank: Rank, entry: Entry) -> None:
     """Let one rank of each cache folder make the program of an entry that is not cached there. All ranks must call
     it.
     """
@@ -32,7 +32,7 @@ def make_once(rank: Rank, entry: Entry) -> None:
         step = keeper.step(entry.trace, entry.pattern, entry.name, entry.context)
         mine = (keeper.store.identity(), step.key, step.facts is not None) if step is not None else None
     views: list[View | None] = agreement.gather("what is kept of a program", mine)
-    makers = makers_of(views)
+    makers = compilers_of(views)
     if not makers:
         return
     if agreement.rank() in makers:
@@ -40,7 +40,7 @@ def make_once(rank: Rank, entry: Entry) -> None:
     agreement.gather("that a program was made", None)
 
 
-def makers_of(views: Sequence[View | None]) -> list[int]:
+def compilers_of(views: Sequence[View | None]) -> list[int]:
     """Return the ranks that compile: the first of those with the same folder and key, if none of them has found the
     step cached.
     """
@@ -56,12 +56,12 @@ def _make(entry: Entry) -> None:
     """Make a step and cache it. Errors are only logged: they are raised when all ranks make theirs."""
     context = replace(entry.context, agree=tell_nobody)
     try:
-        make_all(Entry(entry.name, entry.shown, entry.trace, entry.rows, context).program())
+        compile_all(Entry(entry.name, entry.shown, entry.trace, entry.rows, context).program())
     except Exception as error:
         logger.debug("%s is not made for the other ranks: %s", entry.name, error)
 
 
-def make_all(step: StepProgram, fits: Callable[[], None] = lambda: None) -> None:
+def compile_all(step: StepProgram, fits: Callable[[], None] = lambda: None) -> None:
     """Make all programs that a plain step runs, and cache them. `fits` raises if the step is too large."""
     fits()
     step.first_gathers()

@@ -11,7 +11,7 @@ import torch
 KEYS = ("skipped", "scale", "exhausted", "nonfinite")
 
 
-class Late:
+class DelayedReadback:
     """The values `skipped`, `scale`, `exhausted` and `nonfinite`, as of the update before the last `read`."""
 
     def __init__(self, device: torch.device) -> None:
@@ -25,9 +25,9 @@ class Late:
         self._event = torch.cuda.Event() if pinned else None
         self._started = False
 
-    def copy(self) -> Late:
+    def copy(self) -> DelayedReadback:
         """Return a copy that goes on independently."""
-        made = Late(self.device)
+        made = DelayedReadback(self.device)
         made.skipped, made.scale, made.exhausted = self.skipped, self.scale, self.exhausted
         made.nonfinite = self.nonfinite
         if self._event is not None:

@@ -25,7 +25,7 @@ from zgraph.update.build_update import AHEAD
 from zgraph.update.states import States
 
 
-class Delayed:
+class DelayedUpdates:
     """The delayed update of one module, and the weights that it makes. A weight that something else changed meanwhile
     (a load, say; torch counts no writes through `.data`) keeps that value, and updates go on from there.
     """
@@ -87,8 +87,8 @@ class Delayed:
         self._versions = {name: self.shards.version(name) for name in self._made()}
         self._new = True
 
-    def adopt(self, other: Delayed) -> None:
-        """Continue from the state of another `Delayed`."""
+    def adopt(self, other: DelayedUpdates) -> None:
+        """Continue from the state of another `DelayedUpdates`."""
         unchanged = [n for n, version in other._versions.items() if other.shards.version(n) == version]
         self._versions, self._new = {n: self.shards.version(n) for n in unchanged}, other._new
 

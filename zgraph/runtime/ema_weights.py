@@ -11,7 +11,7 @@ from zgraph.update.build_update import EMA
 from zgraph.update.states import States
 
 
-class Averages:
+class EmaWeights:
     """The moving averages that the updates of one compiled module keep."""
 
     def __init__(self, rank: Rank, states: States) -> None:

@@ -21,7 +21,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from zgraph.codegen.executable import lowered
-from zgraph.codegen.node_by_node import run_stepwise
+from zgraph.codegen.node_by_node import run_node_by_node
 from zgraph.errors import CheckpointError, NonFiniteError, RolledBackError
 from zgraph.program.node import info
 from zgraph.program.program import InputRole, OutputRole, Port, Program
@@ -214,7 +214,7 @@ class NonFinite:
         flat = [forward.before.get(i, v) for i, v in enumerate(forward.flat)]
         trail = Trail(lowered(program, runtime.groups))
         with restored(forward.random, runtime.device):
-            run_stepwise(trail.program, [self._input(p, flat, run, program) for p in program.inputs], trail.seen)
+            run_node_by_node(trail.program, [self._input(p, flat, run, program) for p in program.inputs], trail.seen)
         trace = run.entry.trace
         found = trail.first(trace.loss if trace.loss in trace.differentiable else None)
         if found is None and not all(math.isfinite(float(loss)) for loss in run.losses):

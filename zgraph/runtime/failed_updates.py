@@ -8,7 +8,7 @@ from zgraph.errors import StepError
 from zgraph.parameters.sharding import Shards
 
 
-class Consistency:
+class FailedUpdates:
     """A record of whether one compiled module's weights and optimizer states are of the same step."""
 
     def __init__(self, shards: Shards) -> None:
@@ -30,7 +30,7 @@ class Consistency:
         """Note that weights and states were both loaded."""
         self._versions = {}
 
-    def adopt(self, other: Consistency) -> None:
+    def adopt(self, other: FailedUpdates) -> None:
         """Take over another's state, for the same parameters."""
         self._versions, self._states_loaded = dict(other._versions), other._states_loaded
 

@@ -69,17 +69,17 @@ def table(programs: Sequence[Program], fused: bool, held: int, measured: int | N
 
 
 @dataclass(frozen=True)
-class Room:
+class DeviceMemory:
     """The memory of a device, in bytes."""
 
     held: int | None  # in use by this process's tensors; None if they are not counted
     free: int  # what this process could still allocate
 
 
-def room_of(device: torch.device) -> Room:
+def room_of(device: torch.device) -> DeviceMemory:
     """Return the bytes of a device that are in use, and that are free."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         held, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-        return Room(held, free + reserved - held)
-    return Room(allocations.live() if allocations.counting() else None, host_free())
+        return DeviceMemory(held, free + reserved - held)
+    return DeviceMemory(allocations.live() if allocations.counting() else None, host_free())

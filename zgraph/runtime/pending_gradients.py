@@ -24,7 +24,7 @@ class Reduction:
     rest: bool = False  # whether the pending gradients of other parameters are reduced afterwards
 
 
-class WaitingGradients:
+class PendingGradients:
     """The pending gradients of one compiled module. If each backward `reduces`, there are none."""
 
     def __init__(self, shards: Shards, device: torch.device, *, reduces: bool) -> None:

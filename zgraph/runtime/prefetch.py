@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from zgraph.parameters.sharding import Shards, differ
-from zgraph.parameters.staleness import Unchanged
+from zgraph.parameters.staleness import Staleness
 from zgraph.ranks import progress
 from zgraph.ranks.agreement import Agreement
 from zgraph.torch_compat import autograd_state, tensor_storage
@@ -34,7 +34,7 @@ class FirstGathers:
         self._versions: dict[str, tuple[int, ...]] = {}
         self._left: list[Executable] = []
         self._unwritten: set[str] = set()
-        self._unchanged = Unchanged(shards, device, "step() had sent them to the other ranks")
+        self._unchanged = Staleness(shards, device, "step() had sent them to the other ranks")
 
     # -- the update's side --------------------------------------------------------------------------------------------
     def order(self) -> list[str]:
@@ -64,7 +64,7 @@ class FirstGathers:
 
     # -- the forward's side -------------------------------------------------------------------------------------------
     def changed_here(self, *, again: bool = False) -> int:
-        """Return whether shards that were sent have changed on this rank since (see `Unchanged.changed`)."""
+        """Return whether shards that were sent have changed on this rank since (see `Staleness.changed`)."""
         return self._unchanged.changed(self._versions, self._differ, again=again) if self.in_flight else 0
 
     def settle(self, worst: int) -> None:

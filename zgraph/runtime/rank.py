@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zgraph.build.step_program import Entry
-from zgraph.build.stored_programs import kept_programs
+from zgraph.build.stored_programs import stored_programs
 from zgraph.build.update_program import away_bytes, shares_of
 from zgraph.errors import ModelError, OffloadError
 from zgraph.offload.run_transfers import Tiers
@@ -31,10 +31,10 @@ from zgraph.runtime.memory import StepMemory
 from zgraph.runtime.node_groups import node_groups
 from zgraph.runtime.prefetch import FirstGathers
 from zgraph.runtime.same_on_all_ranks import Votes
-from zgraph.runtime.step_votes import Acts, gradients
+from zgraph.runtime.step_votes import StepVotes, gradients
 from zgraph.runtime.timings import Clock
-from zgraph.update.hyperparameters import UPDATE_HINT, Numbers, compare_updates
-from zgraph.update.owned_parameters import Held
+from zgraph.update.hyperparameters import UPDATE_HINT, Hyperparameters, compare_updates
+from zgraph.update.owned_parameters import OwnedParameters
 from zgraph.update.resume import Last
 
 
@@ -72,7 +72,7 @@ class RankContext:
     everyone: Agreement  # of the ranks of all stages
     costs: Costs  # what operators and transfers cost, for schedules
     tiers: Tiers  # where offloaded values are stored
-    held: Held | None = None  # what this rank of a pipeline stores of the model; None without a pipeline
+    held: OwnedParameters | None = None  # what this rank of a pipeline stores of the model; None without a pipeline
 
 
 def opened_tiers(
@@ -81,7 +81,7 @@ def opened_tiers(
     specs: dict[str, ParamSpec],
     device: torch.device,
     agreement: Agreement,
-    held: Held | None = None,
+    held: OwnedParameters | None = None,
 ) -> Tiers:
     """Open the tiers that the plan offloads to, on all ranks or on none. Raises `OffloadError` on every rank if one has
     no room for what is offloaded. `held` is what this rank of a pipeline stores.
@@ -131,9 +131,9 @@ class Rank(abc.ABC):
         self.entries: dict[str, Entry] = {}
         self.memory = StepMemory(self.device)
         self.votes = Votes(plan, self.mesh, self.sizes, self.device, self.agreement, self.everyone)
-        self.acts = Acts(self.agreement, updates=plan.optimizer is not None)
+        self.acts = StepVotes(self.agreement, updates=plan.optimizer is not None)
         self.recorder: Recorder | None = None
-        self.keeper = kept_programs(module, self.device)  # where programs are kept for other processes
+        self.keeper = stored_programs(module, self.device)  # where programs are kept for other processes
         self.steps = 0  # steps run so far
 
     def changed_here(self, *, again: bool = False) -> int:
@@ -224,7 +224,7 @@ class Rank(abc.ABC):
         """Return a parameter's gradient summed over all stages that have it. All ranks must call it."""
         return grad
 
-    def agree_on_update(self, names: Sequence[str], numbers: Numbers) -> None:
+    def agree_on_update(self, names: Sequence[str], numbers: Hyperparameters) -> None:
         """Let ranks compare the names of the parameters whose gradients they are about to use, and the numbers of their
         optimizers.
         """

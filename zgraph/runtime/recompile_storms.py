@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 MANY = 4  # programs for calls of one structure at which the warning comes
 
 
-class Storms:
+class RecompileStorms:
     """The calls that programs were made for, by the structure of their arguments."""
 
     def __init__(self, forward: Callable[..., Any], most: int) -> None:

@@ -22,10 +22,10 @@ from zgraph.build.step_program import Entry, StepProgram
 from zgraph.build.update_program import resident_of
 from zgraph.capture.cache_key import batch_rows, brief
 from zgraph.capture.capture import Trace, trace
-from zgraph.capture.former_storages import former_memory
+from zgraph.capture.former_storages import former_storages
 from zgraph.capture.inputs import resolved
 from zgraph.capture.storages import Sharing, owned, sharing
-from zgraph.capture.symbolic_capture import OpenSizes
+from zgraph.capture.symbolic_capture import SymbolicSizes
 from zgraph.codegen.executable import Executable
 from zgraph.codegen.port_bindings import Sources
 from zgraph.errors import SignatureError
@@ -37,13 +37,13 @@ from zgraph.program.remark import Remark
 from zgraph.ranks import heartbeat, progress
 from zgraph.runtime.autograd_function import Saved, Step
 from zgraph.runtime.calls import Calls
-from zgraph.runtime.capacity_checks import fit
-from zgraph.runtime.compile_once import make_all, make_once
+from zgraph.runtime.capacity_checks import check_capacity
+from zgraph.runtime.compile_once import compile_all, compile_once
 from zgraph.runtime.explain_nonfinite import NonFinite
 from zgraph.runtime.hot_sizes import HotSizes
 from zgraph.runtime.out_of_memory import explained
 from zgraph.runtime.pad_to_buckets import Cut, Padded, PaddedCalls
-from zgraph.runtime.pending_gradients import WaitingGradients
+from zgraph.runtime.pending_gradients import PendingGradients
 from zgraph.runtime.prefetch import FirstGathers
 from zgraph.runtime.rank import Rank, RankContext
 from zgraph.runtime.timings import KEEP, Clock, Timings, median_step, model_flops
@@ -74,7 +74,7 @@ class Runtime(Rank):
         self.hot_sizes = HotSizes(self, self._make)
         self.unsharded = UnshardedWeights(shards, device)
         reduces = plan.zero > 1 or self.mesh is None or self.mesh.size() == 1
-        self.waiting = WaitingGradients(shards, device, reduces=reduces)
+        self.waiting = PendingGradients(shards, device, reduces=reduces)
         self.accumulating = False
         self.first_gathers = FirstGathers(shards, agreement, device)
         self.clock = Clock(device, on_begin=self.memory.begin, on_end=self._ended)
@@ -162,7 +162,7 @@ class Runtime(Rank):
         self.calls.settle(entry, args, kwargs)
 
     def _compile(
-        self, key: str, args: tuple[Any, ...], kwargs: dict[str, Any], open_sizes: OpenSizes | None = None
+        self, key: str, args: tuple[Any, ...], kwargs: dict[str, Any], open_sizes: SymbolicSizes | None = None
     ) -> Entry:
         shown = brief(self.module, args, kwargs)
         name = self.calls.name_new(shown)
@@ -173,7 +173,7 @@ class Runtime(Rank):
             self.plan, self.costs, residents, groups=self.groups, agree=self.votes.program, keeper=self.keeper
         )
         entry = Entry(name, shown, traced, batch_rows(args, kwargs), context)
-        make_once(self, entry)
+        compile_once(self, entry)
         if self.buckets is not None:
             entry.follows = self.buckets.follows(traced, (args, kwargs), lambda call: self._trace(call, specs))
         if entry.program().differentiated:
@@ -185,24 +185,24 @@ class Runtime(Rank):
         self,
         call: tuple[tuple[Any, ...], dict[str, Any]],
         specs: dict[str, ParamSpec],
-        open_sizes: OpenSizes | None = None,
+        open_sizes: SymbolicSizes | None = None,
     ) -> Trace:
         precision = self.plan.resolved_precision()
         return trace(self.module, self.forward_function, *call, specs, self.sizes, self.device, precision, open_sizes)
 
     def prepare(self, step: StepProgram) -> None:
         """Compile what a plain step needs, before anything runs. (Ranks compare each program before it is compiled.)
-        Raises what `fit` raises.
+        Raises what `check_capacity` raises.
         """
         self._make(step)
         self.hot_sizes.made(step)
 
     def _make(self, step: StepProgram) -> None:
-        make_all(step, lambda: fit(self, step))
+        compile_all(step, lambda: check_capacity(self, step))
 
     def _execute(self, entry: Entry, flat: tuple[Any, ...]) -> tuple[Any, ...]:
         step = self.hot_sizes.chosen(entry.program(), flat)
-        entry.trace.refuse_moved(flat, former_memory(self.module))
+        entry.trace.refuse_moved(flat, former_storages(self.module))
         if step.mutated:
             entry.trace.refuse_overlap(step.mutated, flat, whole=not step.apart)
             step.apart = True

@@ -15,7 +15,7 @@ import torch
 
 from zgraph.errors import OverflowError
 from zgraph.plan.loss_scaling import LossScale
-from zgraph.runtime.delayed_readback import Late
+from zgraph.runtime.delayed_readback import DelayedReadback
 from zgraph.runtime.learning_rates import LearningRates
 from zgraph.runtime.rank import Rank
 from zgraph.update import scaler
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Outcomes:
+class StepOutcomes:
     """The outcomes of one compiled module's steps. The schedule's `rates` advance with each update that was not
     skipped.
     """
@@ -38,7 +38,7 @@ class Outcomes:
         self.states = states
         self.scaling = scaling
         self.rates = rates
-        self._late: Late | None = None
+        self._late: DelayedReadback | None = None
 
     def skipped(self) -> int:
         """Return the number of skipped steps that the host knows of (all but the last step's)."""
@@ -52,7 +52,7 @@ class Outcomes:
                 self.rates.advance()
             return
         if self._late is None:
-            self._late = Late(self.rank.device)
+            self._late = DelayedReadback(self.rank.device)
         values = self.states.of_scale() | {"skipped": skipped}
         self._late.start(values if nonfinite is None else values | {NONFINITE: nonfinite})
 
@@ -82,7 +82,7 @@ class Outcomes:
                 hint="look for infinite losses or inputs, lower the learning rate, or use bf16, which needs no scale",
             )
 
-    def adopt(self, other: Outcomes) -> None:
+    def adopt(self, other: StepOutcomes) -> None:
         """Continue from another's state, for the same optimizer states, unless the plan scales the loss differently."""
         if self.scaling != other.scaling or other._late is None:
             return
@@ -98,7 +98,7 @@ class Outcomes:
         if counted is not None:
             counted.fill_(skipped if self.scaling is None else 0)
         if self.scaling is not None or counted is not None:
-            self._late = Late(self.rank.device)
+            self._late = DelayedReadback(self.rank.device)
             self._late.skipped, self._late.nonfinite = skipped, int(counted) if counted is not None else 0
         if self.scaling is not None:
             saved = known.loss_scale if whole else None

@@ -27,7 +27,7 @@ def forward_of(key: str) -> str:
     return f"{shared(key)}; known"
 
 
-class Acts:
+class StepVotes:
     """The acts of one compiled module, among the ranks of `agreement`. (In a pipeline each is voted on.) With `updates`
     an update ends a step, else a backward that reduces.
     """

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from zgraph.parameters.sharding import Shards, words_of
-from zgraph.parameters.staleness import Unchanged
+from zgraph.parameters.staleness import Staleness
 
 
 class UnshardedWeights:
@@ -19,7 +19,7 @@ class UnshardedWeights:
         self._versions: dict[str, tuple[int, ...]] = {}
         # (the bits, the dtype) of this rank's rows, if the host can read them
         self._words: dict[str, tuple[torch.Tensor, torch.dtype]] = {}
-        self._unchanged = Unchanged(shards, device, "an earlier forward had gathered them")
+        self._unchanged = Staleness(shards, device, "an earlier forward had gathered them")
 
     def keep(self, name: str, weight: torch.Tensor) -> None:
         """Keep a weight that a forward has gathered."""
@@ -30,7 +30,7 @@ class UnshardedWeights:
             self._words[name] = words_of(mine), weight.dtype
 
     def changed_here(self, *, again: bool = False) -> int:
-        """Return whether this rank's shards have changed since their weights were kept (see `Unchanged.changed`).
+        """Return whether this rank's shards have changed since their weights were kept (see `Staleness.changed`).
 
         A kept weight is compared with this rank's shard bit by bit: torch counts neither a write through `.data` nor a
         foreach operator on a DTensor.

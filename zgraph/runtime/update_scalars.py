@@ -14,7 +14,7 @@ from zgraph.errors import ZgraphError
 from zgraph.ranks.foreseen_actions import Coming
 from zgraph.runtime.rank import Rank
 from zgraph.update.build_update import UpdateOptions
-from zgraph.update.hyperparameters import Numbers
+from zgraph.update.hyperparameters import Hyperparameters
 from zgraph.update.optimizer import PlanOptimizer
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class UpdateNumbers:
+class UpdateScalars:
     """The scalars of one compiled module's updates. `wanted` are those of the optimizer that any rank's programs take
     (see `scalar_names`).
     """
@@ -34,14 +34,14 @@ class UpdateNumbers:
         # What the next update multiplies gradients by, if its options say that it does.
         self.factor: torch.Tensor | float = 1.0
         self._wanted = wanted
-        self._agreed = Numbers()
+        self._agreed = Hyperparameters()
 
     def coming(self, done: int) -> Coming:
         """Return what this rank tells in votes about the update that follows `done` updates: its current numbers."""
         try:
-            now = Numbers(self._now() if self.optimizer is not None else {})
+            now = Hyperparameters(self._now() if self.optimizer is not None else {})
         except ZgraphError as error:
-            now = Numbers(problem=str(error))
+            now = Hyperparameters(problem=str(error))
         return f"{done} {now.ballot()}", (f"after {done} updates", now)
 
     def agree(self, names: Sequence[str], read_back: Callable[[], dict[str, str]], coming: Coming) -> None:
@@ -52,10 +52,10 @@ class UpdateNumbers:
         problem: ZgraphError | None = None
         try:
             changed = read_back()
-            self._agreed = Numbers(self._now(), changed)
+            self._agreed = Hyperparameters(self._now(), changed)
         except ZgraphError as error:
             problem = error
-            self._agreed = Numbers(problem=str(error))
+            self._agreed = Hyperparameters(problem=str(error))
         plain = problem is None and not self._agreed.changed
         if not (plain and self.rank.acts.passes_update(names, coming)):
             self.rank.agree_on_update(names, self._agreed)

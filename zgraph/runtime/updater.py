@@ -17,18 +17,18 @@ from zgraph.errors import PlanError, StepError
 from zgraph.program.program import InputRole, OutputRole
 from zgraph.ranks import progress
 from zgraph.ranks.foreseen_actions import Coming
-from zgraph.runtime.delayed_updates import Delayed
-from zgraph.runtime.ema_weights import Averages
-from zgraph.runtime.failed_updates import Consistency
+from zgraph.runtime.delayed_updates import DelayedUpdates
+from zgraph.runtime.ema_weights import EmaWeights
+from zgraph.runtime.failed_updates import FailedUpdates
 from zgraph.runtime.learning_rates import LearningRates
 from zgraph.runtime.out_of_memory import explained
 from zgraph.runtime.rank import Rank
-from zgraph.runtime.step_outcomes import Outcomes
+from zgraph.runtime.step_outcomes import StepOutcomes
 from zgraph.runtime.update_programs import CompiledUpdate, UpdatePrograms
-from zgraph.runtime.update_scalars import UpdateNumbers
+from zgraph.runtime.update_scalars import UpdateScalars
 from zgraph.update.build_update import UpdateOptions, scalar_names
-from zgraph.update.error_feedback import Residuals
-from zgraph.update.hyperparameters import Numbers
+from zgraph.update.error_feedback import ErrorFeedback
+from zgraph.update.hyperparameters import Hyperparameters
 from zgraph.update.optimizer import PlanOptimizer
 from zgraph.update.parameter_groups import members_of
 from zgraph.update.states import States
@@ -62,17 +62,17 @@ class Updater:
             self.optimizer = PlanOptimizer(everywhere, runtime.shards.params(), self, own)
             self.rates = LearningRates(plan, self.optimizer)
         wanted = [w for w in scalar_names(everywhere, self.options) if w[0] >= 0]
-        self.numbers = UpdateNumbers(runtime, self.optimizer, wanted)
+        self.numbers = UpdateScalars(runtime, self.optimizer, wanted)
         home = runtime.tiers.of("optimizer")
         self.states = States(members, runtime.shards, self.options, runtime.device, self.optimizer, home)
-        self.residuals = Residuals(runtime.device)
+        self.residuals = ErrorFeedback(runtime.device)
         self.grad_norm: torch.Tensor | None = None
         self.hooks: list[Callable[[dict[str, torch.Tensor]], None]] = []
         self.calls = 0
-        self.averages = Averages(runtime, self.states)
-        self.consistency = Consistency(runtime.shards)
-        self.outcomes = Outcomes(runtime, self.states, self.scaling, self.rates)
-        self._delayed = Delayed(runtime.shards, self.states, runtime.device)
+        self.averages = EmaWeights(runtime, self.states)
+        self.consistency = FailedUpdates(runtime.shards)
+        self.outcomes = StepOutcomes(runtime, self.states, self.scaling, self.rates)
+        self._delayed = DelayedUpdates(runtime.shards, self.states, runtime.device)
         self.programs = UpdatePrograms(runtime, self.states)
         self._sources = Sources(
             {
@@ -317,7 +317,7 @@ class Updater:
         if options.clip_norm is None and options.clip_value is None and not options.factor and not ties:
             return None
         names = self.with_gradients()
-        self.runtime.agree_on_update(names, Numbers())
+        self.runtime.agree_on_update(names, Hyperparameters())
         self.runtime.reduce_leftovers()
         norm = self._run(names)
         self._refuse_infinite("the gradients are as they were: zero them before the next step")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 KINDS = {InputRole.INPUT: "the input", InputRole.BUFFER: "the buffer", InputRole.CONSTANT: "the tensor"}
 
 
-class Versions:
+class VersionCounters:
     """The versions of one forward of `step`. Those of what a program writes itself are noted after the write."""
 
     def __init__(

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from zgraph.plan.pipeline_schedules.actions import Kind
 from zgraph.plan.pipeline_schedules.schedule import Schedule
 
-__all__ = ["stash"]
+__all__ = ["stash_bytes"]
 
 
-def stash(schedule: Schedule, saved: Sequence[int], kept_for_weights: float = 1.0) -> tuple[int, ...]:
+def stash_bytes(schedule: Schedule, saved: Sequence[int], kept_for_weights: float = 1.0) -> tuple[int, ...]:
     """Return for each rank the most bytes that its stages keep at once for their backwards.
 
     `saved` is what each stage saves for one micro-batch, in bytes: kept from its forward to the end of its backward. If

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from zgraph.passes.stages.cut_stages import Transfer
+from zgraph.passes.stages.cut_stages import StageMessage
 from zgraph.plan.pipeline_schedules.actions import Action, Kind
 from zgraph.plan.pipeline_schedules.schedule import Schedule
 from zgraph.program.groups import positions_of
@@ -31,7 +31,7 @@ AHEAD = 2  # actions of this rank, from the next one on, whose receives are star
 
 
 @dataclass(frozen=True)
-class Line:
+class PipelineRanks:
     """The ranks along "pp" that this rank belongs to, with their process groups. None of these is the default group:
     groups are shut after an error, and the default group is the user's.
     """
@@ -63,7 +63,7 @@ class Line:
         return self.up if source < target else self.down
 
 
-def make_line(mesh: DeviceMesh, parts: Collection[str]) -> Line:
+def make_line(mesh: DeviceMesh, parts: Collection[str]) -> PipelineRanks:
     """Make the groups of all lines of the mesh, and return the line of this rank. `parts` name groups of some positions
     of a line. All ranks must call it.
     """
@@ -82,14 +82,14 @@ def make_line(mesh: DeviceMesh, parts: Collection[str]) -> Line:
     up = mesh.get_group(STAGE_DIM)
     if up is dist.group.WORLD:
         up = dist.new_group(mine, timeout=timeout)
-    return Line(tuple(mine), mine.index(dist.get_rank()), up, down, found)
+    return PipelineRanks(tuple(mine), mine.index(dist.get_rank()), up, down, found)
 
 
 @dataclass(frozen=True)
 class Message:
     """One value of one micro-batch, on its way between two positions."""
 
-    transfer: Transfer  # which value, from which stage to which
+    transfer: StageMessage  # which value, from which stage to which
     micro_batch: int  # its micro-batch
     source: int  # the sender's position
     target: int  # the receiver's position
@@ -105,7 +105,7 @@ class Message:
 class Routes:
     """What each action of this position receives and sends, for one schedule and one cut."""
 
-    def __init__(self, schedule: Schedule, transfers: Sequence[Transfer], position: int) -> None:
+    def __init__(self, schedule: Schedule, transfers: Sequence[StageMessage], position: int) -> None:
         self.incoming: dict[Action, list[Message]] = {}
         self.outgoing: dict[Action, list[Message]] = {}
         self.order: dict[int, list[Message]] = {}  # by source: its messages to this position, in order
@@ -115,7 +115,7 @@ class Routes:
             for at, a in enumerate(schedule.of(rank))
             if a.kind is not Kind.W
         }
-        by_source: dict[tuple[int, bool], list[Transfer]] = {}
+        by_source: dict[tuple[int, bool], list[StageMessage]] = {}
         for transfer in transfers:
             by_source.setdefault((transfer.source, transfer.back), []).append(transfer)
         counts: dict[tuple[int, int], int] = {}
@@ -135,11 +135,11 @@ class Routes:
                         self.order.setdefault(source, []).append(message)
 
 
-Likes: TypeAlias = Mapping[Transfer, torch.Tensor]
+Likes: TypeAlias = Mapping[StageMessage, torch.Tensor]
 """For each transfer an empty tensor with the shape, strides and dtype that it has in a call."""
 
 
-def likes_of(transfers: Sequence[Transfer], names: tuple[str, ...]) -> Callable[[tuple[int, ...]], Likes]:
+def likes_of(transfers: Sequence[StageMessage], names: tuple[str, ...]) -> Callable[[tuple[int, ...]], Likes]:
     """Return a function that gives, for sizes of a call (the sizes of these `names`), the shapes of the transfers."""
     if not names:
         fixed = {transfer: transfer.like for transfer in transfers}
@@ -159,7 +159,9 @@ def likes_of(transfers: Sequence[Transfer], names: tuple[str, ...]) -> Callable[
 class Channels:
     """The transfers of one step: starts receives before values are needed, and holds what is sent until it has left."""
 
-    def __init__(self, line: Line, routes: Routes, device: torch.device, likes: Likes, heart: Any = None) -> None:
+    def __init__(
+        self, line: PipelineRanks, routes: Routes, device: torch.device, likes: Likes, heart: Any = None
+    ) -> None:
         self.line = line
         self.likes = likes
         self.heart = heart

@@ -24,7 +24,7 @@ from zgraph.ranks import progress
 from zgraph.ranks.agreement import Agreement
 from zgraph.torch_compat import process_groups
 
-__all__ = ["Board", "Fault", "Marker"]
+__all__ = ["FailedRank", "FailureBoard", "FailureMarker"]
 
 _FIRST = "first"
 _LONGEST = 4000  # characters of an error that are kept
@@ -32,7 +32,7 @@ _ALIKE = (PlanError, RankMismatchError, StepError)  # raised by an update on all
 
 
 @dataclass(frozen=True)
-class Fault:
+class FailedRank:
     """A rank's error, as the others are told."""
 
     rank: int  # the rank that failed
@@ -55,23 +55,23 @@ class Fault:
 
 
 @dataclass
-class Marker:
+class FailureMarker:
     """The position of this rank in its row of a schedule."""
 
     action: Action | None = None  # the action that it runs; None after the schedule
 
-    def fault(self, error: BaseException) -> Fault:
+    def fault(self, error: BaseException) -> FailedRank:
         """Return this rank's fault, for an error that it raised here."""
         action, rank = self.action, dist.get_rank()
         said = f"{type(error).__name__}: {error}"[:_LONGEST]
         if action is None:
-            return Fault(rank, None, None, "after the schedule, in the update or the exchange of losses", said)
+            return FailedRank(rank, None, None, "after the schedule, in the update or the exchange of losses", said)
         kind = "forward" if action.kind is Kind.F else "backward"
         where = f"stage {action.stage}, the {kind} of micro-batch {action.micro_batch}"
-        return Fault(rank, action.stage, action.micro_batch, where, said)
+        return FailedRank(rank, action.stage, action.micro_batch, where, said)
 
 
-class Board:
+class FailureBoard:
     """The place where ranks write why they have left a step. `name` belongs to these ranks alone, and is the same on
     all of them. `groups` are those in which they wait for each other, besides the groups of the `voters`, which refuse
     to vote after a failure. `known` is the first fault, once this rank has failed too.
@@ -80,7 +80,7 @@ class Board:
     def __init__(self, name: str, groups: Sequence[Any], voters: Sequence[Agreement]) -> None:
         self.name = name
         self.groups = list(dict.fromkeys((*groups, *(g for v in voters for g in v.groups()))))
-        self.known: Fault | None = None
+        self.known: FailedRank | None = None
         for agreement in voters:
             agreement.refuse_ended = self.refuse_broken
 
@@ -95,14 +95,14 @@ class Board:
             )
 
     @contextlib.contextmanager
-    def watched(self) -> Iterator[Marker]:
+    def watched(self) -> Iterator[FailureMarker]:
         """Watch what ranks do together in a step. An error raised inside on this rank is told to the others, and ends
         their waits; if another rank failed first, `PeerError` with its text is raised. Errors that all ranks raise
         alike, after the schedule, pass.
         """
         global _watching
         self.refuse_broken()
-        marker = Marker()
+        marker = FailureMarker()
         _watching = weakref.ref(self)
         try:
             yield marker
@@ -124,15 +124,15 @@ class Board:
     def _store(self) -> Any:
         return process_groups.own_store(process_groups.default_store(), f"zgraph/faults/{self.name}")
 
-    def first(self) -> Fault | None:
+    def first(self) -> FailedRank | None:
         """Return the fault of the first rank that failed; None if none has, or the store is gone with it."""
         try:
             found = self._store.get(_FIRST) if self._store.check([_FIRST]) else None
         except RuntimeError:
             return None
-        return Fault(**json.loads(found)) if found is not None else None
+        return FailedRank(**json.loads(found)) if found is not None else None
 
-    def _leave(self, mine: Fault) -> Fault:
+    def _leave(self, mine: FailedRank) -> FailedRank:
         """Write this rank's fault, unless another rank was first; then shut the groups, so that nobody waits for this
         rank. Return the first fault.
         """
@@ -147,7 +147,7 @@ class Board:
         return found
 
 
-_watching: weakref.ref[Board] | None = None
+_watching: weakref.ref[FailureBoard] | None = None
 
 
 def _report(node: Any) -> tuple[str, tuple[int, ...]] | None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zgraph.capture.former_storages import former_memory
+from zgraph.capture.former_storages import former_storages
 from zgraph.capture.tensor_parallel_layout import divided_layout
 from zgraph.errors import ModelError, PlanError
 from zgraph.machine.measured_costs import agreed_costs, at_disk_rate
@@ -80,7 +80,7 @@ class DeferredPipeline(WholeModel):
             return PlanError(f"rank {rank} can't cut the model into stages", where="mesh.pp", why=said)
 
         with contextlib.ExitStack() as undo:
-            undo.callback(former_memory(self.module).note_early(self.module))
+            undo.callback(former_storages(self.module).note_early(self.module))
             found, parted, stages, specs = self.everyone.together("the cut into stages", attempt, refused)
             undo.pop_all()
         holders = parted.holders(stages)
@@ -98,7 +98,7 @@ class DeferredPipeline(WholeModel):
         prepare(self.module, precision, specs)
         context = RankContext(inner, inside, self.device, agreement, self.everyone, costs, tiers, held)
         made = PipelineRuntime(self.module, self.forward_function, self.plan, shards, context, Cut(line, parted, self))
-        if not former_memory(
+        if not former_storages(
             self.module
         ).is_read:  # (else guards on a parameter that is read through another tensor refer to the former object)
             made.first = found

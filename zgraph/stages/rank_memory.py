@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from zgraph.build.build_context import ResidentMemory
 from zgraph.build.pass_pipeline import Variant
 from zgraph.passes.analysis.costs import most_bytes
-from zgraph.passes.stages.cut_stages import Stages, Transfer
+from zgraph.passes.stages.cut_stages import StageMessage, Stages
 from zgraph.plan.pipeline_schedules.actions import Action, Kind
 from zgraph.plan.pipeline_schedules.schedule import Schedule
 from zgraph.program.program import InputRole, Program
 from zgraph.stages.channels import AHEAD, Message, Routes
 from zgraph.stages.simulated_stage import SimulatedStage, sent_names
-from zgraph.stages.stage_tasks import duties
+from zgraph.stages.stage_tasks import stage_tasks
 
 IN_FLIGHT = "in flight"
 MESSAGES = "messages"
@@ -146,7 +146,7 @@ def _moments(schedule: Schedule, rank: int, post: _Post) -> list[Moment]:
     found: list[Moment] = []
     saved, kept, given = Counter[int](), Counter[int](), Counter[int]()
     sums: set[int] = set()
-    last = {duty.last for duty in duties(schedule, rank).values()}
+    last = {duty.last for duty in stage_tasks(schedule, rank).values()}
     actions = schedule.of(rank)
     for at, action in enumerate(actions):
         kind, stage = action.kind, action.stage
@@ -198,7 +198,7 @@ class _Post:
         sent = sorted(self._sent(message.transfer) for message in (*self._here, *self._leaving))
         return sent, sum(m.transfer.nbytes for m in self._asked)
 
-    def _sent(self, transfer: Transfer) -> tuple[int, int, int]:
+    def _sent(self, transfer: StageMessage) -> tuple[int, int, int]:
         place = -1 if transfer.back else self.places[transfer.source, transfer.name]
         return transfer.source, place, transfer.nbytes
 

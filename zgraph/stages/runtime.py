@@ -17,8 +17,8 @@ from zgraph.build.memory_search import refuse_unbounded
 from zgraph.build.step_program import StepProgram
 from zgraph.build.update_program import resident_of
 from zgraph.capture.cache_key import batch_rows, brief
-from zgraph.capture.former_storages import former_memory
-from zgraph.capture.symbolic_capture import OpenSizes
+from zgraph.capture.former_storages import former_storages
+from zgraph.capture.symbolic_capture import SymbolicSizes
 from zgraph.capture.tensor_parallel_layout import as_divided
 from zgraph.errors import CaptureError, PlanError, RankMismatchError, StepError, UnsupportedError
 from zgraph.parameters.sharding import Shards, fingerprint, local_of, with_requires_grad
@@ -27,20 +27,20 @@ from zgraph.plan.pipeline_schedules.schedule import Schedule
 from zgraph.plan.plan import Plan
 from zgraph.program.program import DATA_DIMS, InputRole, OutputRole
 from zgraph.ranks import heartbeat, progress
-from zgraph.runtime.capacity_checks import fit
+from zgraph.runtime.capacity_checks import check_capacity
 from zgraph.runtime.rank import RankContext
 from zgraph.runtime.runtime import Runtime
 from zgraph.runtime.timings import model_flops
-from zgraph.stages.channels import AHEAD, Channels, Line, Routes
-from zgraph.stages.failed_ranks import Board, Marker
+from zgraph.stages.channels import AHEAD, Channels, PipelineRanks, Routes
+from zgraph.stages.failed_ranks import FailureBoard, FailureMarker
 from zgraph.stages.memory_search import refuse
 from zgraph.stages.module_buffers import Buffers
 from zgraph.stages.stage_programs import Capture, Partition, RankStages, Staged, reduces_once, without_fast_path
-from zgraph.stages.stage_tasks import duties
+from zgraph.stages.stage_tasks import stage_tasks
 from zgraph.stages.whole_model import WholeModel
 from zgraph.stages.worker import Worker
-from zgraph.update.hyperparameters import UPDATE_HINT, Numbers, compare_tied, compare_updates
-from zgraph.update.owned_parameters import check_meetings, meetings
+from zgraph.update.hyperparameters import UPDATE_HINT, Hyperparameters, compare_tied, compare_updates
+from zgraph.update.owned_parameters import check_collective_order, meetings
 
 Tangents = Callable[[int, list[Any]], dict[int, torch.Tensor]]
 
@@ -49,10 +49,10 @@ Tangents = Callable[[int, list[Any]], dict[int, torch.Tensor]]
 class Cut:
     """How a model was cut into stages."""
 
-    line: Line  # the ranks along "pp"
+    line: PipelineRanks  # the ranks along "pp"
     partition: Partition  # where the model is cut, and which rank runs which stage
     origin: WholeModel  # captures the whole model for the inputs of a micro-batch
-    board: Board | None = None  # the board of an earlier run time of the same ranks
+    board: FailureBoard | None = None  # the board of an earlier run time of the same ranks
 
 
 class PipelineRuntime(Runtime):
@@ -70,7 +70,7 @@ class PipelineRuntime(Runtime):
         self.line = cut.line
         super().__init__(module, forward, plan, shards, context)
         voters = [self.agreement, self.everyone]
-        self.board = cut.board or Board(str(self.everyone.group.group_name), self.process_groups(), voters)
+        self.board = cut.board or FailureBoard(str(self.everyone.group.group_name), self.process_groups(), voters)
         heartbeat.watch(self.plan.watch, self.agreement, [])
         self.partition = cut.partition
         self.groups |= cut.line.groups()
@@ -94,7 +94,7 @@ class PipelineRuntime(Runtime):
             super().settle(entry, args, kwargs)
 
     def _compile(
-        self, key: str, args: tuple[Any, ...], kwargs: dict[str, Any], open_sizes: OpenSizes | None = None
+        self, key: str, args: tuple[Any, ...], kwargs: dict[str, Any], open_sizes: SymbolicSizes | None = None
     ) -> Any:
         shown = brief(self.module, args, kwargs)
         name = self.calls.name_new(shown)
@@ -129,7 +129,7 @@ class PipelineRuntime(Runtime):
             if self.buckets is not None:
                 at_another = lambda call: self.origin.captured(name, call[0], call[1], by_loss=False).trace  # noqa: E731
                 staged.follows = self.buckets.follows(found.trace, (args, kwargs), at_another)
-            of = duties(self.partition.schedule, self.line.position)
+            of = stage_tasks(self.partition.schedule, self.line.position)
             for stage, step in staged.steps.items():
                 if step.differentiated:
                     self.updater.refuse_unscaled()
@@ -176,7 +176,7 @@ class PipelineRuntime(Runtime):
         ports = [p for program in staged.stages.programs for p in program.outputs if p.role is OutputRole.MUTATION]
         written = {p.index for p in ports if p.index is not None}
         for flat in flats:
-            staged.trace.refuse_moved(flat, former_memory(self.module))
+            staged.trace.refuse_moved(flat, former_storages(self.module))
             if written:
                 staged.trace.refuse_overlap(written, flat, whole=flat is flats[0])
             if written and self.buckets is not None:
@@ -197,7 +197,7 @@ class PipelineRuntime(Runtime):
 
     def prepare(self, step: StepProgram, kinds: frozenset[Kind] = frozenset({Kind.F, Kind.B})) -> None:
         """Compile the programs of a stage that runs these kinds of actions in a step."""
-        fit(self, step)
+        check_capacity(self, step)
         step.first_gathers()
         step.forward()
         if not step.differentiated:
@@ -221,7 +221,7 @@ class PipelineRuntime(Runtime):
         """Whether gradients are reduced once per step, not in every backward."""
         return reduces_once(self.plan, self.sizes)
 
-    def agree_on_update(self, names: Sequence[str], numbers: Numbers) -> None:
+    def agree_on_update(self, names: Sequence[str], numbers: Hyperparameters) -> None:
         """Let ranks compare the update as `Runtime` does; if a stage's update is new, let stages compare what their
         updates do together.
         """
@@ -239,9 +239,9 @@ class PipelineRuntime(Runtime):
         if new:
             self._compare_tied(numbers)
             self._updates_met = made
-            check_meetings(self._by_position(self.everyone.gather("the stages' updates", meetings(found))))
+            check_collective_order(self._by_position(self.everyone.gather("the stages' updates", meetings(found))))
 
-    def _compare_tied(self, numbers: Numbers) -> None:
+    def _compare_tied(self, numbers: Hyperparameters) -> None:
         """Raise `RankMismatchError` if the ranks that share a parameter have not all changed its optimizer state
         alike.
         """
@@ -303,7 +303,7 @@ class PipelineRuntime(Runtime):
         schedule: Schedule,
         flats: Sequence[Sequence[Any]],
         tangents_of: Tangents | None,
-        marker: Marker,
+        marker: FailureMarker,
     ) -> list[list[Any]]:
         """Run this rank's row of a schedule. Return each micro-batch's flat outputs; only the rank with the last stage
         has tensors in them.
@@ -317,7 +317,7 @@ class PipelineRuntime(Runtime):
             transfers = [t for t in staged.stages.transfers if tangents_of is not None or not t.back]
             staged.routes[key] = Routes(schedule, transfers, self.line.position)
         channels = Channels(self.line, staged.routes[key], self.device, staged.likes(flats[0]), self.everyone.heart)
-        of = duties(schedule, self.line.position)
+        of = stage_tasks(schedule, self.line.position)
         workers = {stage: Worker(self, step, of[stage]) for stage, step in staged.steps.items()}
         actions = schedule.of(self.line.position)
         outputs = [list(staged.constants) for _ in flats]

@@ -9,7 +9,7 @@ from zgraph.plan.pipeline_schedules.schedule import Schedule
 
 
 @dataclass(frozen=True)
-class Duty:
+class StageTask:
     """What a stage does in a step."""
 
     kinds: frozenset[Kind]  # the kinds of its actions
@@ -24,8 +24,10 @@ class Duty:
         return action == self.last, action == self.last and summed
 
 
-def duties(schedule: Schedule, position: int) -> dict[int, Duty]:
+def stage_tasks(schedule: Schedule, position: int) -> dict[int, StageTask]:
     """Return what each stage of a rank does."""
     mine = schedule.of(position)
     last = {a.stage: a for a in mine if a.kind in (Kind.B, Kind.W)}
-    return {s: Duty(frozenset(a.kind for a in mine if a.stage == s), last.get(s)) for s in schedule.stages_of(position)}
+    return {
+        s: StageTask(frozenset(a.kind for a in mine if a.stage == s), last.get(s)) for s in schedule.stages_of(position)
+    }

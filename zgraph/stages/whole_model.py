@@ -15,7 +15,7 @@ from zgraph.capture.batch import refuse_other_dimensions, tensors_of
 from zgraph.capture.cache_key import batch_size, signature
 from zgraph.capture.capture import Trace, trace
 from zgraph.capture.ignored_targets import LossesSeen
-from zgraph.capture.symbolic_capture import OpenSizes
+from zgraph.capture.symbolic_capture import SymbolicSizes
 from zgraph.parameters.sharding import with_requires_grad
 from zgraph.plan.plan import Plan
 from zgraph.program.program import STAGE_DIM, ParamSpec
@@ -68,7 +68,7 @@ class WholeModel:
         rest: Any = (),
         others: Any = None,
         by_loss: bool = True,
-        open_sizes: OpenSizes | None = None,
+        open_sizes: SymbolicSizes | None = None,
     ) -> Capture:
         """Capture the whole model for one micro-batch. The outputs that the loss reads are differentiated, if
         `by_loss`. Sizes in `open_sizes` are symbols.

@@ -24,7 +24,7 @@ from zgraph.program.program import InputRole, OutputRole
 from zgraph.ranks import progress
 from zgraph.runtime.out_of_memory import explained
 from zgraph.runtime.rank import Rank
-from zgraph.stages.stage_tasks import Duty
+from zgraph.stages.stage_tasks import StageTask
 from zgraph.torch_compat import autograd_state
 
 _USERS = (InputRole.INPUT, InputRole.BUFFER, InputRole.CONSTANT)
@@ -44,7 +44,7 @@ class _Batch:
 class Worker:
     """One stage in one step."""
 
-    def __init__(self, runtime: Rank, step: StepProgram, duty: Duty) -> None:
+    def __init__(self, runtime: Rank, step: StepProgram, duty: StageTask) -> None:
         self.runtime = runtime
         self.step = step
         self.duty = duty

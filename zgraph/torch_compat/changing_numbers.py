@@ -26,7 +26,7 @@ class NumberInGraphError(Exception):
 
 
 @dataclass(frozen=True)
-class Numbers:
+class ChangingNumbers:
     """The half of a graph that computes numbers."""
 
     given: list[int]  # the flat inputs of the whole graph that `module` takes
@@ -55,8 +55,8 @@ class Numbers:
         return run
 
 
-def split_numbers(graph_module: fx.GraphModule, fake_mode: Any) -> tuple[fx.GraphModule, Numbers | None]:
-    """Return (the graph without its Python numbers, the `Numbers` that compute these; None if it has none).
+def split_numbers(graph_module: fx.GraphModule, fake_mode: Any) -> tuple[fx.GraphModule, ChangingNumbers | None]:
+    """Return (the graph without its Python numbers, the `ChangingNumbers` that compute these; None if it has none).
 
     Raises `NumberInGraphError` for a number that is used other than as an operand of arithmetic.
     """
@@ -93,7 +93,7 @@ def split_numbers(graph_module: fx.GraphModule, fake_mode: Any) -> tuple[fx.Grap
     for item in outputs:
         is_number = isinstance(item, fx.Node) and item in numbers
         order.append((is_number, sum(known == is_number for known, _ in order)))
-    return fx.GraphModule(graph_module, tensor), Numbers(
+    return fx.GraphModule(graph_module, tensor), ChangingNumbers(
         given=[i for i, n in enumerate(placeholders) if n in numbers],
         tensors=[i for i, n in enumerate(placeholders) if n not in numbers],
         into=[(dtype, device) for _, dtype, device in into],

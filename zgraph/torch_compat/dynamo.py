@@ -30,9 +30,9 @@ from torch.fx.experimental import _config as symbol_config
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from zgraph.torch_compat import fake_tensors, symbols, traceable_functions
-from zgraph.torch_compat.changing_numbers import Numbers, split_numbers
+from zgraph.torch_compat.changing_numbers import ChangingNumbers, split_numbers
 from zgraph.torch_compat.dynamo_asserts import asserts_on_values
-from zgraph.torch_compat.dynamo_cache import own_memory
+from zgraph.torch_compat.dynamo_cache import fresh_dynamo_cache
 from zgraph.torch_compat.guards import Effects, Failing, Guards, Scope, live, recorded
 from zgraph.torch_compat.unbacked_sizes import _fakes_of_unknown_sizes
 
@@ -108,7 +108,7 @@ class FlatCapture:
     _output: Any  # dynamo's own record of the capture, with its bytecode
     _function: FunctionType  # the forward that was captured
     _guards: Guards  # the checks of the Python state that it read
-    _numbers: Numbers | None = None  # the half that computes Python numbers; None if there are none
+    _numbers: ChangingNumbers | None = None  # the half that computes Python numbers; None if there are none
     # (flat output, dimension, flat output that is its size): outputs given at their largest size; the sizes come last
     crops: tuple[tuple[int, int, int], ...] = ()
     _bound: Callable[..., Any] | None = None  # the replay that `around` made at its first call
@@ -278,7 +278,7 @@ def capture_flat(
     function: Any = bound.__func__
     with (
         quiet(),
-        own_memory(),
+        fresh_dynamo_cache(),
         _compiling_state_context(),
         dynamo_config.patch(
             skip_guards_on_constant_func_defaults=False,  # (torch 2.11 keeps no guard on them unless it is told to)

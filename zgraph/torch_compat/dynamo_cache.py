@@ -31,7 +31,7 @@ _MEMORY: tuple[tuple[Any, str, Callable[[], Any]], ...] = (
 
 
 @contextlib.contextmanager
-def own_memory() -> Iterator[None]:
+def fresh_dynamo_cache() -> Iterator[None]:
     """Trace as in a process that has traced nothing, and leave torch.compile's state as it was."""
     theirs = [(owner, name, getattr(owner, name)) for owner, name, _ in _MEMORY]
     hooks_traced = torch._C._autograd._saved_tensors_hooks_set_tracing(False)  # type: ignore[attr-defined]

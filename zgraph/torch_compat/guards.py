@@ -23,7 +23,7 @@ from torch._dynamo.variables.base import AttributeMutationNew
 from torch._dynamo.variables.lists import DequeVariable
 from torch._subclasses.fake_tensor import FakeTensor
 
-from zgraph.torch_compat.unguarded_state import Surroundings
+from zgraph.torch_compat.unguarded_state import UnguardedState
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +144,7 @@ class Guards:
         with _quickly():
             self._manager = captured.build_guards(code, hooks=Hooks(guard_filter_fn=self._wanted))
         changed = [(x, n) for x, names in effects.objects for n in names]
-        self._around = Surroundings(captured.traced_code, self._objects, bound, changed)
+        self._around = UnguardedState(captured.traced_code, self._objects, bound, changed)
         self._objects.clear()
         self._cached = effects.cached
 

@@ -41,7 +41,7 @@ _PLAIN = (
 )
 
 
-class Surroundings:
+class UnguardedState:
     """A snapshot of what dynamo keeps no guard on, taken from the code that it traced and the objects that it guards."""
 
     def __init__(

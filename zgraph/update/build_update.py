@@ -29,7 +29,7 @@ from zgraph.program.node import tensor
 from zgraph.program.program import DATA_DIMS, STAGE_DIM, InputRole, OutputRole, ParamSpec, Port, Program
 from zgraph.update import scaler
 from zgraph.update.assembler import Assembler, all_reduce
-from zgraph.update.compressed_momenta import Momenta
+from zgraph.update.compressed_momenta import CompressedMomenta
 from zgraph.update.optimizer_rule import Part, Rule, State, Unsharded
 from zgraph.update.optimizer_rules import RULES
 from zgraph.update.parameter_groups import Member
@@ -267,7 +267,7 @@ class _Builder:
         results: list[tuple[Port, fx.Node]],
     ) -> dict[str, fx.Node]:
         """Return the means of the ranks' momenta, by the parameter's name."""
-        momenta = Momenta(self.assembler, self.specs, DATA_DIM, self.mesh.get(DATA_DIM, 1))
+        momenta = CompressedMomenta(self.assembler, self.specs, DATA_DIM, self.mesh.get(DATA_DIM, 1))
         own: dict[str, fx.Node] = {}
         for member in updated:
             rule = RULES[member.record.name]

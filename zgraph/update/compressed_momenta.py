@@ -27,7 +27,7 @@ from zgraph.update.parameter_groups import Member
 Results = list[tuple[Port, fx.Node]]
 
 
-class Momenta:
+class CompressedMomenta:
     """The momenta of one update's parameters, averaged over the ranks of a mesh dimension."""
 
     def __init__(self, assembler: Assembler, specs: Mapping[str, ParamSpec], dim: str, ranks: int) -> None:

@@ -20,7 +20,7 @@ from zgraph.program.program import InputRole, Program
 logger = logging.getLogger(__name__)
 
 
-class Residuals:
+class ErrorFeedback:
     """The residuals of one rank; `draws` counts the backward passes that drew random numbers."""
 
     def __init__(self, device: torch.device) -> None:
@@ -54,7 +54,7 @@ class Residuals:
         """Return the counter of the last backward, for running it again."""
         return torch.tensor(self.draws, device=self.device)
 
-    def adopt(self, old: Residuals, *, copies: bool) -> None:
+    def adopt(self, old: ErrorFeedback, *, copies: bool) -> None:
         """Take over another's residuals (or copies of them) and its counter."""
         self.tensors = {n: t.clone() if copies else t for n, t in old.tensors.items()}
         self.draws = old.draws

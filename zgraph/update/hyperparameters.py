@@ -15,7 +15,7 @@ UPDATE_HINT = (
 
 
 @dataclass(frozen=True)
-class Numbers:
+class Hyperparameters:
     """The numbers of one rank's update, and what else ranks must agree on before it."""
 
     values: Mapping[tuple[int, str], float] = field(default_factory=dict)  # by (group, "lr" or "betas.0")
@@ -35,7 +35,7 @@ class Numbers:
         return "; ".join([*changed, self.problem] if self.problem else changed)
 
 
-def compare_updates(views: Sequence[tuple[str, Numbers]]) -> str | None:
+def compare_updates(views: Sequence[tuple[str, Hyperparameters]]) -> str | None:
     """Return how ranks' numbers differ if they disagree about an update, or None if the numbers are not the cause."""
     first = views[0][1]
     for rank, (_, other) in enumerate(views):

@@ -15,7 +15,7 @@ from zgraph.program.program import STAGE_DIM, ParamSpec, Program
 
 
 @dataclass(frozen=True)
-class Held:
+class OwnedParameters:
     """The parameters that one rank of a pipeline holds."""
 
     own: frozenset[str]  # names of the parameters on this rank
@@ -26,7 +26,7 @@ class Held:
     ties: bool = False  # whether any rank has a parameter that others hold as well
 
 
-def held_at(position: int, holders: Mapping[str, Collection[int]], stages: int) -> Held:
+def held_at(position: int, holders: Mapping[str, Collection[int]], stages: int) -> OwnedParameters:
     """Return what the rank at this position of "pp" holds.
 
     `holders` has, by parameter, the positions of the ranks that hold it; the first of them counts it in the norm.
@@ -40,15 +40,15 @@ def held_at(position: int, holders: Mapping[str, Collection[int]], stages: int) 
     tied = {n: part_of(STAGE_DIM, at, {STAGE_DIM: stages}) for n, at in holders.items() if len(set(at)) > 1}
     own = frozenset(n for n, at in holders.items() if position in at)
     elsewhere = frozenset(n for n in own if min(holders[n]) != position)
-    return Held(own, stages, {n: group for n, group in tied.items() if n in own}, elsewhere, bool(tied))
+    return OwnedParameters(own, stages, {n: group for n, group in tied.items() if n in own}, elsewhere, bool(tied))
 
 
-def specs_here(specs: dict[str, ParamSpec], held: Held | None) -> dict[str, ParamSpec]:
+def specs_here(specs: dict[str, ParamSpec], held: OwnedParameters | None) -> dict[str, ParamSpec]:
     """Return the layouts of this rank's parameters, from those of the whole model: all of them without a pipeline."""
     return specs if held is None else {name: spec for name, spec in specs.items() if name in held.own}
 
 
-def mesh_of(sizes: dict[str, int], held: Held | None) -> dict[str, int]:
+def mesh_of(sizes: dict[str, int], held: OwnedParameters | None) -> dict[str, int]:
     """Return the mesh of this rank's update: stages outermost, then the mesh within a stage; without a pipeline the
     latter alone."""
     return sizes if held is None else {STAGE_DIM: held.stages, **sizes}
@@ -76,7 +76,7 @@ def meetings(program: Program) -> dict[str, list[str]]:
     return found
 
 
-def check_meetings(views: Sequence[Mapping[str, list[str]]]) -> None:
+def check_collective_order(views: Sequence[Mapping[str, list[str]]]) -> None:
     """Raise `RankMismatchError` unless the updates of all stages run the same collectives in every group that they
     share.
 

@@ -16,7 +16,7 @@ from zgraph.program.tolerance import Difference
 from zgraph.verification.virtual_ranks import group_ranks
 
 
-class SentValues:
+class CompressedValues:
     """A watch of virtual ranks (`run_virtual`) that compares what each rank gets with what all have sent.
 
     A difference's `error` is the largest ratio of an element's error to its bound, `allowed` is 1.

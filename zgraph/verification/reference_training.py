@@ -107,7 +107,7 @@ class PlainModel:
         return output, Ran(found, loss if same is None else same)
 
 
-class PlainTraining:
+class ReferenceTraining:
     """The training of `count` copies of the plain model: see the module's text."""
 
     def __init__(self, model: nn.Module, plan: Plan, count: int, loss_fn: LossFn) -> None:

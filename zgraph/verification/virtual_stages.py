@@ -29,7 +29,7 @@ from zgraph.program.groups import positions_of
 from zgraph.program.program import STAGE_DIM, InputRole, OutputRole, Program
 from zgraph.program.tolerance import Difference, difference, norm_of
 from zgraph.stages.module_buffers import Buffers
-from zgraph.stages.stage_tasks import Duty, duties
+from zgraph.stages.stage_tasks import StageTask, stage_tasks
 from zgraph.verification.replay import replay
 from zgraph.verification.virtual_ranks import coordinates, run_virtual
 from zgraph.verification.virtual_step import (
@@ -80,7 +80,7 @@ class VirtualPipeline:
     def differences(self) -> list[Difference]:
         """The differences of a step from the plain model: values that cross and outputs in the order they are made,
         then gradients and buffers."""
-        duty = {s: d for p in range(self.schedule.ranks) for s, d in duties(self.schedule, p).items()}
+        duty = {s: d for p in range(self.schedule.ranks) for s, d in stage_tasks(self.schedule, p).items()}
         workers = [_Worker(self, stage, step, duty[stage]) for stage, step in enumerate(self.planned.steps)]
         replay(self.schedule, self.stages, lambda action, came: workers[action.stage].run(action, came))
         if self.step.step.differentiated:
@@ -202,7 +202,7 @@ class VirtualPipeline:
 class _Worker:
     """One stage in one step on all of its ranks at once, as `zgraph.stages.worker.Worker` is on one."""
 
-    def __init__(self, pipeline: VirtualPipeline, stage: int, step: StepProgram, duty: Duty) -> None:
+    def __init__(self, pipeline: VirtualPipeline, stage: int, step: StepProgram, duty: StageTask) -> None:
         self.pipeline = pipeline
         self.stage = stage
         self.step = step

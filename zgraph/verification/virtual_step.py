@@ -36,9 +36,9 @@ from zgraph.build.unmatched_patterns import refuse_unmatched
 from zgraph.build.update_program import resident_of
 from zgraph.capture.cache_key import batch_rows
 from zgraph.capture.capture import find_loss, trace
-from zgraph.capture.former_storages import former_memory
+from zgraph.capture.former_storages import former_storages
 from zgraph.capture.replaced_forward import method_of
-from zgraph.capture.symbolic_capture import OpenSizes
+from zgraph.capture.symbolic_capture import SymbolicSizes
 from zgraph.capture.tensor_parallel_layout import divided_layout
 from zgraph.capture.value_inputs import declared_values, with_values
 from zgraph.codegen.partition import Parts
@@ -152,7 +152,7 @@ class VirtualStep:
         refuse_unmatched(self.plan, self.model)
         prepare(self.model, precision, self.specs)
         if world > 1:
-            former_memory(self.model).note_early(self.model)
+            former_storages(self.model).note_early(self.model)
         plain = in_precision(self.model, self.specs)
         count, forward = math.prod(self.sizes.values()), method_of(model)
         parts = self.plan.micro_batches if self.pipelined else 1
@@ -605,7 +605,7 @@ def _device(model: nn.Module) -> torch.device:
     return next((t.device for t in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
 
 
-def _with_constants(plan: Plan, forward: Callable[..., Any], calls: list[Any]) -> OpenSizes | None:
+def _with_constants(plan: Plan, forward: Callable[..., Any], calls: list[Any]) -> SymbolicSizes | None:
     """Return the inputs that a plan declares to be constants of a program, with the values of the first call. Raises
     `SignatureError` if another call has other values."""
     first, *others = [declared_values(plan.dynamic, forward, *call) for call in calls]

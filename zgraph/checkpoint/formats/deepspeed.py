@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from zgraph.checkpoint.formats.deepspeed_partitions import Held, Read, first_stages, in_equal_parts, third_stage
+from zgraph.checkpoint.formats.deepspeed_partitions import Read, StoredTensor, first_stages, in_equal_parts, third_stage
 from zgraph.checkpoint.formats.deepspeed_stage0 import unsharded
 from zgraph.checkpoint.formats.deepspeed_tensor_parallel import INFO, Layout, check_buffers, check_same, merge
 from zgraph.checkpoint.formats.deepspeed_universal import FOLDER, universal
@@ -58,7 +58,7 @@ class DeepSpeed(Source):
         self._files: list[TorchFile] = []
         if (folder / FOLDER).is_dir() and WHOLE in names:  # (a universal one has stage 3's model files beside it)
             names = [n for n in names if n == WHOLE or not MODEL_FILE.fullmatch(n)]
-        self._held: dict[str, Held | torch.Tensor] = {}
+        self._held: dict[str, StoredTensor | torch.Tensor] = {}
         try:
             if any(LAYER_FILE.fullmatch(n) for n in names):
                 state, ranks, read = self._of_stages(names)
@@ -240,7 +240,7 @@ class DeepSpeed(Source):
     def _hold(self, state: Mapping[str, Any], read: Read) -> None:
         """Store every tensor by its name in a source: the optimizer's weights and states, then what only the module
         has, tied ones under each name."""
-        weights: dict[str, Held] = dict(read.weights)
+        weights: dict[str, StoredTensor] = dict(read.weights)
         module = state.get("module") or {}
         at = {(w.start, w.shape): n for n, w in module.items() if isinstance(w, Stored) and w.elements and n in weights}
         tied = state.get("shared_params") or {}

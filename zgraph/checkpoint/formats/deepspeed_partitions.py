@@ -22,7 +22,7 @@ from zgraph.errors import CheckpointError
 PADDED_TO = 2  # a group is padded to a multiple of this times the number of ranks, in elements
 
 
-class Held(Protocol):
+class StoredTensor(Protocol):
     """A tensor of a checkpoint that is read only when asked for."""
 
     @property
@@ -67,9 +67,9 @@ class Gathered:
 class Read:
     """The tensors that a checkpoint holds of a model, by the names of parameters."""
 
-    weights: dict[str, Held] = field(default_factory=dict)  # the weights, by parameter
+    weights: dict[str, StoredTensor] = field(default_factory=dict)  # the weights, by parameter
     # the optimizer's states by (parameter, key); the counts "step" are tensors in memory
-    states: dict[tuple[str, str], Held | torch.Tensor] = field(default_factory=dict)
+    states: dict[tuple[str, str], StoredTensor | torch.Tensor] = field(default_factory=dict)
     # each parameter group's options, and its parameters as "names"
     groups: list[dict[str, Any]] = field(default_factory=list)
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from zgraph.checkpoint.formats.deepspeed_partitions import Held, Read
+from zgraph.checkpoint.formats.deepspeed_partitions import Read, StoredTensor
 from zgraph.checkpoint.formats.torchfile import Stored
 from zgraph.checkpoint.source import naturals
 from zgraph.errors import CheckpointError, UnsupportedError
@@ -46,7 +46,7 @@ class Merged:
 
     dtype: torch.dtype  # its dtype
     shape: tuple[int, ...]  # its whole shape
-    parts: tuple[Held, ...]  # each rank's part
+    parts: tuple[StoredTensor, ...]  # each rank's part
     pieces: tuple[Piece, ...]  # the blocks that it consists of; where several ranks have one, they must agree
     name: str  # the parameter's name, for errors
     folder: Path  # the checkpoint's folder, for errors
@@ -106,7 +106,7 @@ class Layout:
             )
         self._affine: Mapping[str, Any] = affine.get("params") or {}
 
-    def merged(self, name: str, parts: Sequence[Held], *, weight: bool = True) -> Merged:
+    def merged(self, name: str, parts: Sequence[StoredTensor], *, weight: bool = True) -> Merged:
         """Return a parameter, or a state of one, put together from the ranks' parts. Raises `CheckpointError`, and
         `UnsupportedError` for what is not described."""
         shapes = [tuple(p.shape) for p in parts]

@@ -23,7 +23,7 @@ from zgraph.parameters.sharding import row_by_row
 logger = logging.getLogger(__name__)
 
 
-class AsModel(Source):
+class TransformersForms(Source):
     """The tensors of files as those of a model, by its names. Raises `CheckpointError` for a weight of which the files
     have only some parts. `partial`: tensors that the files lack keep the model's values, and tensors that the model
     lacks are left out; both are logged."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from zgraph.deepspeed.ops.base import GivenOptimizer
+from zgraph.deepspeed.ops.base import BaseOptimizer
 from zgraph.deepspeed.parameter_groups import register
 from zgraph.errors import PlanError
 from zgraph.plan.optimizers import Adam
 
 
-class FusedAdam(GivenOptimizer):
+class FusedAdam(BaseOptimizer):
     """`FusedAdam(params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, adam_w_mode=True, weight_decay=0.0, amsgrad=False)`."""
 
     DEFAULTS = {  # noqa: RUF012

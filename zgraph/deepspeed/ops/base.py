@@ -11,7 +11,7 @@ from zgraph.errors import PlanError, StepError
 from zgraph.names import did_you_mean
 
 
-class GivenOptimizer(torch.optim.Optimizer):
+class BaseOptimizer(torch.optim.Optimizer):
     """Parameter groups with their numbers, for `initialize`. `DEFAULTS` are the numbers that a group may have, in
     DeepSpeed's order; `HOW` are arguments that do not change the result of an update."""
 

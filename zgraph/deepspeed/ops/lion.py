@@ -1,11 +1,11 @@
 """DeepSpeed's Lion."""
 
-from zgraph.deepspeed.ops.base import GivenOptimizer
+from zgraph.deepspeed.ops.base import BaseOptimizer
 from zgraph.deepspeed.parameter_groups import register
 from zgraph.plan.optimizers import Lion
 
 
-class FusedLion(GivenOptimizer):
+class FusedLion(BaseOptimizer):
     """`FusedLion(params, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.0)`."""
 
     DEFAULTS = {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.0}  # noqa: RUF012

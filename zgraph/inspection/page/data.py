@@ -18,7 +18,7 @@ from typing import Any
 from torch import fx
 
 from zgraph.inspection.diff import compare
-from zgraph.inspection.inspection import Inspection, Way
+from zgraph.inspection.inspection import Inspection, PassTrace
 from zgraph.inspection.memory import HELD
 from zgraph.inspection.page.parameters import parameters_of
 from zgraph.inspection.snapshot import Snapshot
@@ -158,7 +158,7 @@ def operator_of(node: fx.Node) -> str:
     return operator_text(node.target) if node.op == "call_function" else str(node.op)
 
 
-def _pass(way: Way, at: int, rows: _Rows) -> dict[str, Any]:
+def _pass(way: PassTrace, at: int, rows: _Rows) -> dict[str, Any]:
     """Return what a pass is, the program that it left, and what it changed. (Of nodes in both programs only moved ones
     are listed: the page finds the other changes.)"""
     snapshot = way.snapshots[at]
@@ -193,7 +193,7 @@ def _forecast(forecast: Forecast, program: Program) -> dict[str, Any]:
     }
 
 
-def _lives(inspection: Inspection, way: Way) -> dict[str, Any]:
+def _lives(inspection: Inspection, way: PassTrace) -> dict[str, Any]:
     """Return the values that take memory: each one's position in the graph, category, bytes, and first and last
     position."""
     lives = [life for life in inspection.lives(way) if life.bytes]
