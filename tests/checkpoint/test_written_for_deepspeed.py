@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from typer.testing import CliRunner
 
+import zgraph
 from zgraph.checkpoint.convert import convert
 from zgraph.checkpoint.detect_format import open_checkpoint
 from zgraph.cli.app import app
@@ -103,3 +104,13 @@ def test_weights_without_an_optimizer_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match="no optimizer"):
         convert(open_checkpoint(tmp_path), tmp_path / "made", "t", "deepspeed")
     assert not Path(tmp_path / "made" / "t").exists()
+
+
+@pytest.mark.parametrize("layout, pointer", [(3, "latest"), ("universal", "latest_universal")])
+def test_the_newest_checkpoint_that_was_written_is_the_one_that_is_named(tmp_path, layout, pointer):
+    model = zgraph.compile(Net(), zgraph.Plan(backend="eager", optimizer=zgraph.AdamW()), loss_fn=torch.sum)
+    model.train_step(torch.randn(2, 5))
+    model.save_checkpoint(tmp_path / "own", "own")
+    for tag in ("first", "second"):
+        made = convert(open_checkpoint(tmp_path / "own"), tmp_path / "made", tag, "deepspeed", layout=layout, ranks=2)
+        assert (tmp_path / "made" / pointer).read_text() == tag and not (made / pointer).exists()

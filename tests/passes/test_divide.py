@@ -184,7 +184,7 @@ def test_a_graph_alone_gives_the_divisions_of_llamas_own_table():
     model, batch = of_transformers("llama")
     auto, own_table = (program_of(model, batch, 2, False, table).params for table in ("auto", "model"))
     divided = {name: spec.division for name, spec in own_table.items() if spec.division is not None}
-    assert len(divided) >= 14
+    assert len(divided) == 9  # (the embedding, the seven products of a layer, the head)
     assert {name: auto[name].division for name in divided} == divided
 
 

@@ -110,7 +110,7 @@ def test_each_rank_sends_the_same_bytes_in_more_messages(sequence):
     program, costs = divided(4, 256, SLOW, sequence)
     before, count = sent(program), len(starts(program))
     found = interleave(InterleaveOptions(pieces=4, costs=costs))(program)
-    assert found["collectives"] > 6 and found["pieces"] == 4 * found["collectives"]
+    assert found["collectives"] >= 4 and found["pieces"] == 4 * found["collectives"]
     assert sent(program) == before
     assert len(starts(program)) == count + 3 * found["collectives"]
 

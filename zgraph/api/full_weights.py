@@ -34,20 +34,18 @@ def full_weights(
 ) -> Iterator[nn.Module]:
     """Gather the model's parameters inside the block: they are whole plain tensors, and calls run the model's own eager code.
 
-    Use it for what is not a training step: an evaluation by other code, a merge of adapters, reading weights. It yields the
-    model. `ranks`: the global numbers of the ranks that need whole weights, by default all; on others the model can't be
-    called inside. `dtype`: the dtype of floating-point weights ("fp32", "bf16", …, or "compute" for that of programs), by
-    default the stored one. `max_bytes`: raise `ModelError` if whole weights take more.
+    Use it for what is not a training step: an evaluation by other code, a merge of adapters, reading weights. It yields the model. `ranks`: the
+    global numbers of the ranks that need whole weights, by default all; on others the model can't be called inside. `dtype`: the dtype of
+    floating-point weights ("fp32", "bf16", …, or "compute" for that of programs), by default the stored one. `max_bytes`: raise `ModelError` if
+    whole weights take more.
 
-    With `by_block` each block of the model (a member of one of its `nn.ModuleList`s) is gathered when it is called, and
-    freed when it returns: only one block is whole at a time, besides the parameters outside of blocks. All ranks must then
-    call the same blocks in the same order.
+    With `by_block` each block of the model (a member of one of its `nn.ModuleList`s) is gathered when it is called, and freed when it returns:
+    only one block is whole at a time, besides the parameters outside of blocks. All ranks must then call the same blocks in the same order.
 
-    If weights were written to inside, the end of the block raises `ModelError` on all ranks, and the shards keep their
-    values; weights that a rank stores whole (in one process, all of them) keep what was written, since they are the model's
-    own memory. With `write` each rank copies its part of its own whole weights to its shards instead. Gradients are refused.
-    All ranks must enter the block; it may be nested. Inside, steps and checkpoints of the model raise `StepError`. Raises
-    `UnsupportedError` for a model in stages.
+    If weights were written to inside, the end of the block raises `ModelError` on all ranks, and the shards keep their values; weights that a
+    rank stores whole (in one process, all of them) keep what was written, since they are the model's own memory. With `write` each rank copies
+    its part of its own whole weights to its shards instead. Gradients are refused. All ranks must enter the block; it may be nested. Inside,
+    steps and checkpoints of the model raise `StepError`. Raises `UnsupportedError` for a model in stages.
     """
     handle = handle_of(model)
     if handle.whole is not None:

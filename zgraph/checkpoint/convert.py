@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from zgraph.checkpoint import folder, manifest
+from zgraph.checkpoint.detect_format import UNIVERSAL
 from zgraph.checkpoint.formats.write_deepspeed import Layout, write_deepspeed
 from zgraph.checkpoint.manifest import FileEntry, Manifest
 from zgraph.checkpoint.native import Checkpoint
@@ -49,15 +50,14 @@ def convert(
 ) -> Path:
     """Write a checkpoint anew, as `tag` in the folder `path`, and return its folder. Needs no process group.
 
-    "zgraph": as `save_checkpoint` does; `latest` then names it. "dcp": as torch.distributed.checkpoint's default writer
-    does, as {"model": {NAME: tensor}, "optimizer": {"state": {NAME: {KEY: tensor}}, "param_groups": […]}}, for
-    `dcp.load`; without counts of steps and what users added. "deepspeed": as DeepSpeed 0.19 saves, in a `layout`:
-    partitions of ZeRO stage 1, 2 or 3 for `ranks` data-parallel ranks (by default the number that saved the
-    checkpoint), or universal, which DeepSpeed loads on any number (`"checkpoint": {"load_universal": true}`); without
+    "zgraph": as `save_checkpoint` does; `latest` then names it. "dcp": as torch.distributed.checkpoint's default writer does, as {"model":
+    {NAME: tensor}, "optimizer": {"state": {NAME: {KEY: tensor}}, "param_groups": […]}}, for `dcp.load`; without counts of steps and what users
+    added. "deepspeed": as DeepSpeed 0.19 saves, in a `layout`: partitions of ZeRO stage 1, 2 or 3 for `ranks` data-parallel ranks (by default
+    the number that saved the checkpoint), or universal, which DeepSpeed loads on any number (`"checkpoint": {"load_universal": true}`); without
     what users added.
 
-    The source is verified first. Raises `CheckpointError` for a source that is damaged, for a folder that can't be
-    written, and if the tag exists already; nothing is then changed.
+    The source is verified first. Raises `CheckpointError` for a source that is damaged, for a folder that can't be written, and if the tag
+    exists already; nothing is then changed.
     """
     if to not in SYSTEMS:
         raise CheckpointError(
@@ -83,23 +83,31 @@ def convert(
         if to == "zgraph":
             _write_native(source, unfinished.path, serial)
             unfinished.commit()
+        elif to == "dcp":
+            _write_plain(source, unfinished.path)
+            _put(unfinished.path, path / chosen)
         else:
-            if to == "dcp":
-                _write_plain(source, unfinished.path)
-            else:
-                _tell_left(source)
-                write_deepspeed(source, unfinished.path, layout, ranks or source.known.world)
-            folder.sync(unfinished.path)
-            unfinished.path.rename(path / chosen)
-            if to == "deepspeed":
-                (path / ("latest_universal" if layout == "universal" else folder.LATEST)).write_text(chosen)
-            folder.sync(path)
+            _tell_left(source)
+            write_deepspeed(source, unfinished.path, layout, ranks or source.known.world)
+            _put(unfinished.path, path / chosen, UNIVERSAL if layout == "universal" else folder.LATEST)
     except OSError as error:
         raise failed(path, error) from error
     finally:
         if unfinished is not None:
             unfinished.discard()
     return path / chosen
+
+
+def _put(partial: Path, place: Path, pointer: str | None = None) -> None:
+    """Rename a written folder to its tag, and let the file `pointer` beside it name that tag."""
+    if pointer is not None:
+        write_bytes(partial / pointer, place.name.encode())
+    folder.sync(partial)
+    partial.rename(place)
+    folder.sync(place.parent)
+    if pointer is not None:
+        (place / pointer).rename(place.parent / pointer)
+        folder.sync(place.parent)
 
 
 def _write_native(source: Source, partial: Path, serial: int) -> None:

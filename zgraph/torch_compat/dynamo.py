@@ -270,10 +270,10 @@ def capture_flat(
 ) -> FlatCapture:
     """Capture a bound forward whole with dynamo. Raises dynamo's own errors (`DynamoError`).
 
-    `numbers` names (as guards do) the Python numbers that the forward changes: they become inputs, not constants.
-    `lists` are lists that it appends to, whose contents may change between calls. `open_dims` has the symbolic
-    dimensions of fake tensors, by the tensors' ids: equal sizes share a symbol. `values` has the values of fake tensors
-    that are constants, by id. Raises `NumberInGraphError` for a number that must be a constant.
+    `numbers` names (as guards do) the Python numbers that the forward changes: they become inputs, not constants. `lists` are lists that it
+    appends to, whose contents may change between calls. `open_dims` has the symbolic dimensions of fake tensors, by the tensors' ids: equal
+    sizes share a symbol. `values` has the values of fake tensors that are constants, by id. Raises `NumberInGraphError` for a number that must
+    be a constant.
     """
     function: Any = bound.__func__
     with (
@@ -314,12 +314,9 @@ def capture_flat(
             _fold_known(output.backend_input.graph_module.graph)
         guards = Guards(output, scope, function.__code__, effects, bindings, bool(open_dims))
     graph_module, fake_mode = output.backend_input.graph_module, output.backend_input.fake_mode
-    # (Dynamo adds the graph to the globals of the user's module, for its generated code; a replay has globals of its
-    # own.)
+    # (Dynamo adds the graph to the globals of the user's module, for its generated code; a replay has its own globals.)
     function.__globals__.pop(output.backend_input.backend_id, None)
-    apart = None
-    if numbers:
-        graph_module, apart = split_numbers(graph_module, fake_mode)
+    graph_module, apart = split_numbers(graph_module, fake_mode) if numbers else (graph_module, None)
     return FlatCapture(graph_module, fake_mode, effects, output, function, guards, apart)
 
 

@@ -214,18 +214,16 @@ def compile_with_inductor(
 ) -> tuple[Callable[[list[Any]], Sequence[Any]], str, list[Any]]:
     """Compile one graph with Inductor; return (the boxed callable, its source, the strides of its outputs).
 
-    `library` wraps the namespace that the generated code's library calls come from. With `combine`, kernels that do not
-    depend on each other become one (on CUDA, where each launch costs microseconds). With `round_each`, a fused kernel
-    rounds to a low dtype wherever its operators would, one by one.
+    `library` wraps the namespace that the generated code's library calls come from. With `combine`, kernels that do not depend on each other
+    become one (on CUDA, where each launch costs microseconds). With `round_each`, a fused kernel rounds to a low dtype wherever its operators
+    would, one by one.
 
-    Without `reuse`, a buffer is freed after its last use. Else Inductor keeps it for a later one of its size where its
-    own estimate of the peak, which does not know of offloading, allows it. Without `reuse`, and where something is
-    recomputed, each C++ kernel is a function of its own: on CPU Inductor else makes one function of all kernels between
-    two library calls, and their results are alive at once.
+    Without `reuse`, a buffer is freed after its last use. Else Inductor keeps it for a later one of its size where its own estimate of the
+    peak, which does not know of offloading, allows it. Without `reuse`, and where something is recomputed, each C++ kernel is a function of its
+    own: on CPU Inductor else makes one function of all kernels between two library calls, and their results are alive at once.
 
-    Collectives and library calls keep the graph's order: fused kernels around them do not move them, and Inductor's own
-    reorder passes, which move the start of a collective next to its wait, are off. `chunks`, `copies`: see
-    `order_keeper`.
+    Collectives and library calls keep the graph's order: fused kernels around them do not move them, and Inductor's own reorder passes, which
+    move the start of a collective next to its wait, are off. `chunks`, `copies`: see `order_keeper`.
     """
     import torch._inductor.config as inductor_config
     from torch._inductor.compile_fx import compile_fx_inner
