@@ -42,7 +42,7 @@ SMOKE := $(foreach name,plan optimizers schedules loss_scaling stage_schedules p
 
 help:
 	@grep '^# make' Makefile | cut -c3-
-	echo "make lint    ruff;  make types  mypy;  make test-torch TORCH=torch==2.11.0  the core tests on another torch, in an environment of its own"
+	echo "make lint    ruff, style and format;  make types  mypy;  make test-torch TORCH=torch==2.11.0  the core tests on another torch, in an environment of its own"
 
 demo: $(VENV)/.demo toolchain
 	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m torch.distributed.run --standalone --nproc-per-node $(NPROC) \
@@ -77,6 +77,7 @@ bench-overlap: $(VENV)/.bench toolchain
 
 lint: $(VENV)/.dev
 	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/ruff format --check .
 
 # mypy knows nothing of setuptools' package-dir, so it is shown the tree that is installed, made of links.
 types: $(VENV)/.dev

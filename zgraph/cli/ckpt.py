@@ -173,7 +173,7 @@ def compare(
     output: OutputOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Are two checkpoints the same, bit for bit? Where not, which tensors, and how far.
+    """Compare two checkpoints bit for bit: which tensors differ, and how far.
 
     Exits with 1 if they differ. Of a folder the last one is taken; name FOLDER/TAG for another. With --filter only tensors are compared.
     """

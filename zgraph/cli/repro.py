@@ -25,7 +25,7 @@ def repro(
     output: OutputOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Run the pass of a reproducer again, and those after it: does it still fail, and where?
+    """Run the pass of a reproducer again, and those after it, and say whether it still fails, and where.
 
     Exits with 1 if it does. The program is in the folder: neither the model nor its ranks are needed.
     """

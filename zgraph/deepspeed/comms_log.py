@@ -14,7 +14,8 @@ from zgraph.deepspeed.comm import comms_logger
 from zgraph.passes.analysis.costs import bytes_of, size_of
 from zgraph.program import collectives
 from zgraph.program.program import InputRole
-from zgraph.runtime.timings import COMPILING, Clock
+from zgraph.runtime.memory import COMPILING
+from zgraph.runtime.timings import Clock
 
 if TYPE_CHECKING:
     from zgraph.program.program import Program

@@ -16,7 +16,7 @@ from zgraph.ranks.host import host_free
 from zgraph.runtime import allocations
 from zgraph.units import shown_bytes
 
-COMPILING = 2  # first steps, whose peaks are left out
+COMPILING = 2  # the first steps, whose peaks and times are left out
 MEASURED = 8  # steps after them; later steps leave the allocator's maximum to the user
 
 

@@ -21,9 +21,9 @@ from torch import fx
 from zgraph.program import collectives
 from zgraph.program.node import Role, info, value
 from zgraph.program.program import Program
+from zgraph.runtime.memory import COMPILING
 
 KEEP = 100  # steps whose times are kept
-COMPILING = 2  # the first steps, whose times are left out
 PHASES = ("forward", "backward", "update")
 PARTS = ("gather", "reduce")
 
