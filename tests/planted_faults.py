@@ -88,7 +88,7 @@ FAULTS: tuple[Fault, ...] = (
         "torch.autograd.grad is given the gradients that wait for a reduction as well",
         "        return Reduction(added=into & waiting, rest=bool(into))",
         "        return Reduction(added=frozenset(waiting), rest=True)",
-        ("tests/runtime/test_waiting_gradients.py::test_autograd_grad_leaves_waiting_gradients_alone",),
+        ("tests/runtime/test_pending_gradients.py::test_autograd_grad_leaves_waiting_gradients_alone",),
     ),
     # -- versions: what a backward reads is as it was -----------------------------------------------------------------
     Fault(
@@ -97,7 +97,7 @@ FAULTS: tuple[Fault, ...] = (
         "an output that the backward reads is changed in place",
         "version(seen) != then:",
         "version(seen) < then:",
-        ("tests/runtime/test_versions.py::test_a_write_before_the_backward_is_what_it_is_in_plain_pytorch",),
+        ("tests/runtime/test_version_counters.py::test_a_write_before_the_backward_is_what_it_is_in_plain_pytorch",),
     ),
     Fault(
         "inputs-version-unread",
@@ -105,7 +105,7 @@ FAULTS: tuple[Fault, ...] = (
         "an input or a buffer that the backward reads is changed in place",
         "        inputs = range(len(flat)) if whole else late | self.sharing.read_inputs",
         "        inputs = range(len(flat)) if whole else frozenset()",
-        ("tests/runtime/test_versions.py::test_a_write_before_the_backward_is_what_it_is_in_plain_pytorch",),
+        ("tests/runtime/test_version_counters.py::test_a_write_before_the_backward_is_what_it_is_in_plain_pytorch",),
     ),
     Fault(
         "views-version-unread",
@@ -113,7 +113,7 @@ FAULTS: tuple[Fault, ...] = (
         "an input or a buffer is changed in place of which the backward reads a view that was saved",
         "late | self.sharing.read_inputs",
         "late",
-        ("tests/runtime/test_versions.py::test_a_write_to_what_a_saved_value_is_a_view_of_is_refused",),
+        ("tests/runtime/test_version_counters.py::test_a_write_to_what_a_saved_value_is_a_view_of_is_refused",),
     ),
     Fault(
         "weights-version-unread",
@@ -121,7 +121,7 @@ FAULTS: tuple[Fault, ...] = (
         "a weight is changed between a forward and its backward",
         "            if name in read and self.of_param(name) != self.params[name]:",
         "            if name in read and self.of_param(name) == ():",
-        ("tests/runtime/test_versions.py::test_a_write_before_the_backward_is_what_it_is_in_plain_pytorch",),
+        ("tests/runtime/test_version_counters.py::test_a_write_before_the_backward_is_what_it_is_in_plain_pytorch",),
     ),
     Fault(
         "too-strict",
@@ -129,7 +129,7 @@ FAULTS: tuple[Fault, ...] = (
         "a change of what no backward reads is an error",
         "        inputs = range(len(flat)) if whole else late | self.sharing.read_inputs",
         "        inputs = range(len(flat))",
-        ("tests/runtime/test_versions.py::test_a_write_before_the_backward_is_what_it_is_in_plain_pytorch",),
+        ("tests/runtime/test_version_counters.py::test_a_write_before_the_backward_is_what_it_is_in_plain_pytorch",),
     ),
     # -- layout: values lie as their programs were captured for -------------------------------------------------------
     Fault(

@@ -344,7 +344,7 @@ def test_the_collective_that_a_rank_waits_in_is_named_with_its_module_and_line(b
     said = str(outcomes[0].error)
     assert "this rank is at step 4, micro-batch 0, in train0.backward at scatter_grad_" in said
     assert re.search(
-        r"at scatter_grad_(\w+) \(module (first|second), parameter \w+\.\w+ .*test_watching.py:\d+\)", said
+        r"at scatter_grad_(\w+) \(module (first|second), parameter \w+\.\w+ .*test_heartbeat.py:\d+\)", said
     ), said
 
 
