@@ -352,7 +352,7 @@ def test_none_recomputes_nothing_on_inductor_either():
     [
         ("ful", "full"),
         ("a b:c", "package.module:function"),
-        ([], "no module"),
+        ([], "an empty list, or has an empty pattern"),
         (no_products, f"{__name__}:no_products"),
     ],
 )

@@ -367,7 +367,7 @@ def test_a_step_that_trains_nothing_says_so():
 
 
 def test_an_optimizer_for_a_model_without_parameters_is_refused():
-    with pytest.raises(PlanError, match="no parameters"):
+    with pytest.raises(PlanError, match="no floating-point parameters"):
         compiled(nn.ReLU, optimizer=zgraph.AdamW())
 
 
