@@ -228,6 +228,11 @@ def test_another_batch_size_is_another_number_of_micro_batches():
         engine.set_train_batch_size(5)
 
 
+def test_a_configuration_that_is_given_twice_is_refused():
+    with pytest.raises(PlanError, match="a configuration is given twice"):
+        deepspeed.initialize(model=net(), config=CONFIG, config_params=CONFIG)
+
+
 def test_train_batch_takes_micro_batches_and_gives_their_mean_loss():
     class WithLoss(nn.Module):
         def __init__(self):

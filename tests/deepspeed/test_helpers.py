@@ -400,6 +400,19 @@ def test_bad_pipelines_are_refused(layers, options, error, said):
         LayerSpec(torch.sin)
 
 
+def test_options_that_change_no_number_are_told(caplog):
+    PipelineModule([nn.Linear(2, 2)], num_stages=1, dynamic_shape=True, seed_layers=True)
+    (told,) = [r.getMessage() for r in caplog.records if "PipelineModule" in r.getMessage()]
+    assert "dynamic_shape=…) has no effect here" in told
+
+
+def test_losses_that_are_not_the_mean_are_refused():
+    model = PipelineModule([nn.Linear(2, 2)], num_stages=1, loss_fn=nn.functional.mse_loss)
+    engine, *_ = deepspeed.initialize(model=model, config=CONFIG)
+    with pytest.raises(UnsupportedError, match="reduce_output=None"):
+        engine.eval_batch(iter([(torch.ones(2, 2), torch.ones(2, 2))]), reduce_output=None)
+
+
 def test_micro_batches_of_different_sizes_are_refused():
     model = PipelineModule([nn.Linear(2, 2)], num_stages=1, loss_fn=nn.functional.mse_loss)
     engine, *_ = deepspeed.initialize(model=model, config={**CONFIG, "gradient_accumulation_steps": 2})

@@ -114,8 +114,7 @@ def initialize(
 
 # -- the configuration ----------------------------------------------------------------------------------------------------
 def _config_of(args: Any, config: Config | None, config_params: Config | None) -> Config:
-    """Return the one configuration that is given. Raises `PlanError` if there is none, and if `args` and an argument
-    both have one."""
+    """Return the one configuration that is given. Raises `PlanError` if there is none, and if there are two."""
     of_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
     found = [c for c in (config, config_params, of_args) if c is not None]
     if not found:
@@ -123,8 +122,11 @@ def _config_of(args: Any, config: Config | None, config_params: Config | None) -
             "initialize needs a configuration",
             hint="config=…, a dict or the path of a JSON file; or --deepspeed_config",
         )
-    if of_args is not None and len(found) > 1:
-        raise PlanError("a configuration is given twice: by args.deepspeed_config and by config", hint="leave one out")
+    if len(found) > 1:
+        raise PlanError(
+            "a configuration is given twice: by two of args.deepspeed_config, config and config_params",
+            hint="leave one out",
+        )
     return found[0]
 
 

@@ -19,7 +19,7 @@ from zgraph.deepspeed.pipe.module import PipelineError, PipelineModule
 from zgraph.deepspeed.pipe.topology import PipelineParallelGrid
 from zgraph.deepspeed.unsupported import EngineMisuse
 from zgraph.deepspeed.utils.logging import logger
-from zgraph.errors import StepError
+from zgraph.errors import StepError, UnsupportedError
 
 
 class PipelineEngine(DeepSpeedEngine):
@@ -84,8 +84,15 @@ class PipelineEngine(DeepSpeedEngine):
         """Return the mean loss of one step's micro-batches, without gradients and in eval mode.
 
         Without `compute_loss`, return the last layer's output instead, on the ranks with the last stage, and None on
-        others. With `return_logits`, return (loss, output).
+        others. With `return_logits`, return (loss, output). Every rank gets the loss, whatever `bcast_loss` says. Raises
+        `UnsupportedError` for a `reduce_output` other than "avg".
         """
+        if reduce_output != "avg":
+            raise UnsupportedError(
+                f"eval_batch() does not support reduce_output={reduce_output!r}",
+                why="the loss of a step is the mean over its micro-batches",
+                hint="reduce_output='avg'; or compute_loss=False, and take losses of the output",
+            )
         data, targets = self._whole(self._take(data_iter, num_micro_batches))
         self.eval()
         with torch.no_grad():

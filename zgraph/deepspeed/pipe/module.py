@@ -18,6 +18,7 @@ from torch import nn
 
 from zgraph.deepspeed import comm
 from zgraph.deepspeed.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
+from zgraph.deepspeed.utils.logging import logger
 from zgraph.errors import ModelError, PlanError, UnsupportedError
 from zgraph.names import did_you_mean
 
@@ -64,6 +65,10 @@ class TiedLayerSpec(LayerSpec):
         self.tied_weight_attr = [tied_weight_attr] if isinstance(tied_weight_attr, str) else list(tied_weight_attr)
 
 
+# Options that scripts may give, and that change no number.
+_WITHOUT_EFFECT = {"activation_checkpoint_func", "checkpointable_layers", "dynamic_shape"}
+
+
 @dataclass
 class Options:
     """The options of a `PipelineModule`."""
@@ -100,6 +105,10 @@ class PipelineModule(nn.Module):
             if name not in known:
                 raise PlanError(f"PipelineModule has no option {name!r}", hint=did_you_mean(name, known))
         self.options = Options(**options)
+        for name in _WITHOUT_EFFECT & options.keys():
+            logger.warning(
+                "PipelineModule(%s=…) has no effect here: the program's passes decide what is recomputed", name
+            )
         if num_stages is None and topology is None:
             raise PlanError("a pipeline needs num_stages or a topology", hint="PipelineModule(layers, num_stages=2)")
         self.num_stages: int = topology.get_dim("pipe") if topology is not None else num_stages  # type: ignore[assignment]
