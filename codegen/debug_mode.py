@@ -25,7 +25,7 @@ from zgraph.codegen.node_by_node import run_node_by_node
 from zgraph.errors import LayoutError, PlanError, WrongValueError
 from zgraph.program import collectives, transfers_to_host
 from zgraph.program.aliases import mutates
-from zgraph.program.layout import in_flight, lies_as, promised
+from zgraph.program.layout import has_strides, in_flight, promised
 from zgraph.program.node import info, place_of, tensors, value
 from zgraph.program.program import OutputRole, Program
 from zgraph.program.tolerance import TOLERANCE, Difference, difference
@@ -196,7 +196,7 @@ def _refuse_layout(program: Program, node: fx.Node, given: Any, how: str, chosen
         return
     fake = value(node)
     expected = tuple(chosen) if chosen is not None else strides
-    if given.dtype is fake.dtype and tuple(given.shape) == tuple(fake.shape) and lies_as(given, expected):
+    if given.dtype is fake.dtype and tuple(given.shape) == tuple(fake.shape) and has_strides(given, expected):
         return
     raise LayoutError(
         f"{node.name!r} {how} otherwise than {program.name} was made for",

@@ -19,7 +19,7 @@ from torch import fx
 from zgraph.codegen.executable import Executable, lowered, positions_of_sizes
 from zgraph.codegen.profiled import run_profiled
 from zgraph.program.aliases import mutates
-from zgraph.program.layout import Strides, laid_out, lies_as, promised, promised_at
+from zgraph.program.layout import Strides, has_strides, laid_out, promised, promised_at
 from zgraph.program.program import Program
 from zgraph.torch_compat import fx_graphs
 
@@ -77,7 +77,7 @@ class Code:
         others: dict[str, None] = {}
 
         def note(name: str, value: torch.Tensor) -> torch.Tensor:
-            if not lies_as(value, self._strides[name]):
+            if not has_strides(value, self._strides[name]):
                 others[name] = None
             return self._as_promised(name, value)
 
@@ -164,7 +164,7 @@ class SizedCode(Code):
 
     def _look(self, name: str, value: torch.Tensor) -> torch.Tensor:
         strides = self._promised(name)
-        if strides is not None and not lies_as(value, strides):
+        if strides is not None and not has_strides(value, strides):
             self._found[name] = None
         return self._as_promised(name, value)
 

@@ -228,7 +228,7 @@ def _of_graph(
         how.combine,
         how.round_each,
         library=library,
-        reuse=how.hold and not any(transfers_to_host.is_move(n) for n in graph.nodes),
+        reuse=how.hold and not any(transfers_to_host.is_host_transfer(n) for n in graph.nodes),
         chunks=tuple((n.name, chunk) for n in graph.nodes if has_info(n) and (chunk := info(n).chunk) is not None),
         copies=tuple(n.name for n in graph.nodes if has_info(n) and info(n).copy_of is not None),
     )

@@ -109,7 +109,7 @@ def sections(program: Program, held: Set[fx.Node], fixed: Set[fx.Node]) -> list[
     that ranks divide (`tp`, `cp`). `held` are the inputs that outlive it, `fixed` the outputs whose strides are the
     program's.
     """
-    if program.sizes or any(transfers_to_host.is_move(n) or _is_exchange(n) for n in program.graph.nodes):
+    if program.sizes or any(transfers_to_host.is_host_transfer(n) or _is_exchange(n) for n in program.graph.nodes):
         return []
     for depth in _DEPTHS:
         try:

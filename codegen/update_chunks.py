@@ -98,7 +98,9 @@ def _late(chunks: list[Chunk], params: Collection[str]) -> list[Chunk]:
 
     def only(chunk: Chunk) -> bool:
         nodes = [n for n in chunk.executable.program.graph.nodes if n.op == "call_function"]
-        return all(info(n).param in params or (transfers_to_host.is_move(n) and info(n).param is None) for n in nodes)
+        return all(
+            info(n).param in params or (transfers_to_host.is_host_transfer(n) and info(n).param is None) for n in nodes
+        )
 
     found = [c for c in chunks if params and only(c)]
     while True:
@@ -139,7 +141,7 @@ def compile_chunk(part: Program, groups: dict[str, str], kept: CodeCache | None 
     those of half precision). Muon's iteration in bfloat16 rounds as torch's does: keeping intermediate values in
     float32 would change an update by 1%.
     """
-    if any(transfers_to_host.is_move(n) for n in part.graph.nodes):
+    if any(transfers_to_host.is_host_transfer(n) for n in part.graph.nodes):
         return compile_eager(part, groups)
     own = any(info(n).param is not None for n in part.graph.nodes if n.op == "call_function")
     return compile_inductor(part, groups, fix_saved=True, combine=own, round_each=True, kept=kept)

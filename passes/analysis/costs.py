@@ -309,7 +309,7 @@ def computes(node: fx.Node) -> bool:
     """
     if node.op != "call_function" or node.target in (operator.getitem, ops.RELEASE):
         return False
-    transfers = collectives.is_start(node) or collectives.is_wait(node) or transfers_to_host.is_move(node)
+    transfers = collectives.is_start(node) or collectives.is_wait(node) or transfers_to_host.is_host_transfer(node)
     return not transfers and aliased_input(node) is None
 
 

@@ -74,7 +74,7 @@ def crossings(program: Program) -> list[Crossing]:
 def made_by_forward(root: fx.Node) -> bool:
     """Return whether a value is the forward's own and dense: no input, no gathered weight, no move."""
     val = value(root)
-    if root.op != "call_function" or not isinstance(val, torch.Tensor) or transfers_to_host.is_move(root):
+    if root.op != "call_function" or not isinstance(val, torch.Tensor) or transfers_to_host.is_host_transfer(root):
         return False
     if collectives.is_start(root) or info(root).role is Role.LAYOUT:
         return False

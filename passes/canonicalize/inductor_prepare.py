@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from zgraph.passes.contract import graph_pass
-from zgraph.program.layout import Strides, lies_as, promised
+from zgraph.program.layout import Strides, has_strides, promised
 from zgraph.program.node import NodeInfo, Phase, has_info, info, module_of, set_info, source_of, tensor, value
 from zgraph.program.program import Fact, OutputRole, Program
 from zgraph.torch_compat import inductor_code
@@ -105,7 +105,7 @@ def _keep_operands(program: Program, node: fx.Node, wanted: list[_Form], made: d
         with program.graph.inserting_before(node):
             if dtype is not None and tensor(read).dtype is not dtype:
                 read = _cast(program, read, dtype, phase)
-            if strides is not None and not lies_as(tensor(read), strides):
+            if strides is not None and not has_strides(tensor(read), strides):
                 read = _laid_out(program, read, strides, phase)
         if read is not operand:
             made[operand, dtype, strides, phase] = read

@@ -25,7 +25,7 @@ from zgraph.program.program import Fact, Program
 
 aten = torch.ops.aten
 _VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.clone.default}
-_TURNS = {aten.t.default, aten.permute.default, aten.transpose.int}
+_PERMUTATIONS = {aten.t.default, aten.permute.default, aten.transpose.int}
 _FILLS = {aten.slice_backward.default, aten.slice_scatter.default}
 
 
@@ -143,7 +143,7 @@ class _Narrowed:
                 mine = self._view(mine, [math.prod(tensor(mine).shape[:-1]), width], end)
                 if end.target is not aten.mm.default:
                     made = self._like(end, end.target, (mine, *end.args[1:]), end.kwargs)
-                elif node is end.args[0] and node.target not in _TURNS:
+                elif node is end.args[0] and node.target not in _PERMUTATIONS:
                     made = self._filled(self._like(end, end.target, (mine, end.args[1])), fills)
                 else:
                     turned = self._like(node, node.target, (mine, *node.args[1:]))
@@ -172,7 +172,7 @@ class _Narrowed:
                 elif matrix and (_sums_rows(user) or (user.target is aten.mm.default and user.args[0] is node)):
                     ends.append((node, user, casts))
                 elif (
-                    user.target in _TURNS
+                    user.target in _PERMUTATIONS
                     and matrix
                     and all(r.target is aten.mm.default and r.args[0] is user for r in user.users)
                 ):

@@ -397,7 +397,7 @@ class _Scheduler:
         crossing = sum(info(n).role is Role.GATHER for n in self.phases)
         return {
             "early": self.early,
-            "across_the_turn": crossing,
+            "across_forward_backward": crossing,
             "gathered_bytes": self.memory.peak,
             "cap_bytes": self.memory.cap,
             "missed": len(self.remarks),

@@ -10,7 +10,7 @@ from zgraph.passes.analysis.costs import CPU, Costs
 from zgraph.passes.contract import graph_pass
 from zgraph.passes.remat.replay_schedule import Replay, depth_of
 from zgraph.passes.remat.segments import chain_of
-from zgraph.passes.remat.solver import Solver, every_segment_again
+from zgraph.passes.remat.solver import Solver, recompute_every_segment
 from zgraph.program.node import Phase, info
 from zgraph.program.program import Fact, Program
 
@@ -40,7 +40,7 @@ def rematerialize(program: Program, options: RematerializeOptions) -> dict[str, 
         return {"segments": 0, "recomputed": 0}
     if options.bytes is None:
         chain = chain_of(program, options.costs)
-        schedule = every_segment_again(chain.segments)
+        schedule = recompute_every_segment(chain.segments)
     else:
         solver = options.solver or Solver(program, options.costs, options.waiting)
         chain, schedule = solver.schedule(options.bytes)

@@ -380,9 +380,9 @@ def _most(segments: Sequence[Segment]) -> int:
     return most
 
 
-def every_segment_again(segments: Sequence[Segment], first: int = 0) -> Schedule:
+def recompute_every_segment(segments: Sequence[Segment], first: int = 0) -> Schedule:
     """Return the schedule of full activation checkpointing: the input of each segment is kept, and nothing else."""
     last = len(segments) - 1
     if first == last:
         return Keep(last, len(segments[last].ways) - 1, None)
-    return Again(first + 1, every_segment_again(segments, first + 1), Keep(first, 0, None))
+    return Again(first + 1, recompute_every_segment(segments, first + 1), Keep(first, 0, None))

@@ -52,7 +52,7 @@ class Builder:
                 continue
             if node.op not in ("placeholder", "output") and not turned and info(node).phase is Phase.BACKWARD:
                 turned = True
-                self._turn(node)
+                self._make_outputs_whole(node)
             if node.op == "placeholder":
                 self._enter(node, own.get(node))
             elif (at := getitem_of(node)) is not None:
@@ -103,7 +103,7 @@ class Builder:
     def _spec(self, node: fx.Node) -> ParamSpec:
         return self.program.params[self.program.inputs[self.program.placeholders().index(node)].name]
 
-    def _turn(self, first: fx.Node) -> None:
+    def _make_outputs_whole(self, first: fx.Node) -> None:
         """Make the forward's outputs whole before the first node of the backward."""
         with self.program.graph.inserting_before(first):
             anchor = self.program.graph.call_function(aten.sym_size.int, ())  # (a reader in the forward, removed below)

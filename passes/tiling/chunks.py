@@ -174,7 +174,7 @@ class Chunks(Slices):
         parts: dict[fx.Node, list[fx.Node]] = {n: [] for n in read}
         with graph.inserting_before(behind):
             for chunk in range(self.count):
-                made = self._turn(region, chunk, sums)
+                made = self._build_chunk(region, chunk, sums)
                 for node in read:
                     parts[node].append(made[node])
             finals = {n: self.joined(pieces, n, _made(n)) for n, pieces in parts.items()}
@@ -188,7 +188,7 @@ class Chunks(Slices):
             behind.prepend(node)
 
     # -- one chunk -----------------------------------------------------------------------------------------------------
-    def _turn(self, region: Sorted, chunk: int, sums: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
+    def _build_chunk(self, region: Sorted, chunk: int, sums: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
         made = self.made[chunk] if region is self.forward else {}
         slices: dict[fx.Node, fx.Node] = {}  # by the node that is sliced
         copies: dict[fx.Node, fx.Node] = {}  # (these include the forward's slices of the same values)

@@ -17,7 +17,7 @@ from zgraph.passes.verifier.collectives import (
     check_waits,
 )
 from zgraph.passes.verifier.faults import Faults
-from zgraph.passes.verifier.lifetimes import check_moves, check_releases
+from zgraph.passes.verifier.lifetimes import check_host_transfers, check_releases
 from zgraph.passes.verifier.ports import check_ports
 from zgraph.passes.verifier.ranks import verify_ranks
 from zgraph.passes.verifier.sizes import check_guards, check_sizes
@@ -34,7 +34,7 @@ RULES: tuple[Rule, ...] = (
     check_ports,
     check_pure,
     check_waits,
-    check_moves,
+    check_host_transfers,
     check_groups,
     check_reductions,
     check_buckets,

@@ -144,7 +144,11 @@ def check_reductions(program: Program) -> Faults:
             continue
         dims: list[str] = []
         at = node
-        while has_info(at) and (info(at).role in _SERVING or transfers_to_host.is_move(at)) and at.all_input_nodes:
+        while (
+            has_info(at)
+            and (info(at).role in _SERVING or transfers_to_host.is_host_transfer(at))
+            and at.all_input_nodes
+        ):
             if info(at).role is Role.REDUCE and at.target is not collectives.ALL_GATHER:  # (which only gathers a mean)
                 dims.append(str(info(at).mesh_dim))
             at = at.all_input_nodes[0]

@@ -11,7 +11,7 @@ from zgraph.program.node import Phase, Role, info, tensors
 from zgraph.program.program import Fact, Level, Program
 
 
-def check_moves(program: Program) -> Faults:
+def check_host_transfers(program: Program) -> Faults:
     """Check that each move is waited for once, by a wait that keeps alive what is moved, and that nothing reads a value
     while it moves or where it is offloaded.
     """
@@ -37,7 +37,11 @@ def check_moves(program: Program) -> Faults:
             and not came_in
         ):
             yield fault(program, node, f"node {node.name!r} waits for no move", f"{node.args[0]} starts none")
-        if Fact.OFFLOADED in program.facts and node.op == "call_function" and not transfers_to_host.is_move(node):
+        if (
+            Fact.OFFLOADED in program.facts
+            and node.op == "call_function"
+            and not transfers_to_host.is_host_transfer(node)
+        ):
             away = next((a for a in node.all_input_nodes if info(a).home is not None and not _on_host(node, a)), None)
             if away is not None:
                 yield fault(

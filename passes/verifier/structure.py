@@ -71,7 +71,7 @@ def check_mutation(program: Program) -> Faults:
     for node in program.graph.nodes:
         for used in node.all_input_nodes:
             root = root_of(used)
-            if root in written and not (transfers_to_host.is_move(node) and used.op != "placeholder"):
+            if root in written and not (transfers_to_host.is_host_transfer(node) and used.op != "placeholder"):
                 yield fault(
                     program,
                     node,

@@ -120,7 +120,9 @@ def test_what_ranks_divide_or_hosts_store_is_compiled_whole(
     groups = {**group, "tp": group["dp"]}
     parts = parts_of(Blocks(DEPTH), torch.randn(16, WIDTH), **plan)
     nodes = [n for part in parts for n in part.graph.nodes]
-    assert any(info(n).role is Role.EXCHANGE or transfers_to_host.is_move(n) for n in nodes if n.op != "output")
+    assert any(
+        info(n).role is Role.EXCHANGE or transfers_to_host.is_host_transfer(n) for n in nodes if n.op != "output"
+    )
     assert not any(cut(part, groups) for part in parts)
 
 

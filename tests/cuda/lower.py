@@ -87,7 +87,7 @@ def lower_offload(world: int, on: str, folder: Path) -> list[dict[str, object]]:
     for executable in (forward, backward, *chunks):
         program = executable.program
         calls = re.findall(r"torch\.ops\.zgraph\.(fetch|offload|store|moved_)\.default\(", executable.source)
-        wanted = [str(n.target).split(".")[1] for n in program.nodes if transfers_to_host.is_move(n)]
+        wanted = [str(n.target).split(".")[1] for n in program.nodes if transfers_to_host.is_host_transfer(n)]
         ends = {
             n.target: {str(n.args[0].meta["val"].device), str(n.meta["val"].device)}
             for n in program.nodes

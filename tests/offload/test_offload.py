@@ -268,7 +268,7 @@ def test_fetches_start_before_their_readers_within_what_may_be_in_flight(world):
             if node.target is transfers_to_host.FETCH:
                 flying += node.meta["val"].nbytes
                 most = max(most, flying)
-                apart += not transfers_to_host.is_move(node.next)
+                apart += not transfers_to_host.is_host_transfer(node.next)
             elif transfers_to_host.is_wait(node) and transfers_to_host.start_of(node).target is transfers_to_host.FETCH:
                 flying -= node.meta["val"].nbytes
         assert most <= staging and flying == 0
@@ -307,7 +307,7 @@ def test_the_verifier_refuses_moves_that_would_give_other_numbers(fault):
     program = history().program
     fetch = next(n for n in program.nodes if n.target is transfers_to_host.FETCH)
     wait = next(u for u in fetch.users if transfers_to_host.is_wait(u))
-    reader = next(u for u in wait.users if u.op == "call_function" and not transfers_to_host.is_move(u))
+    reader = next(u for u in wait.users if u.op == "call_function" and not transfers_to_host.is_host_transfer(u))
     if fault == "no wait":
         wait.replace_all_uses_with(fetch)
         program.graph.erase_node(wait)

@@ -261,7 +261,7 @@ def test_the_first_gathers_of_the_backward_start_in_the_forward():
     parts = split(history.program)
     saved = {p.name for p in parts.forward.outputs if p.role is OutputRole.SAVED}
     flying = [n for n in gathers(parts.forward) if n.name in saved]
-    assert flying and stats_of(history)["across_the_turn"] == len(flying)
+    assert flying and stats_of(history)["across_forward_backward"] == len(flying)
     assert all(not any(collectives.is_wait(u) for u in n.users) for n in flying)
     came = [n for n in parts.backward.placeholders() if info(n).role is Role.GATHER]
     assert sorted(n.name for n in came) == sorted(n.name for n in flying)

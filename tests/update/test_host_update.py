@@ -78,7 +78,7 @@ def check_places(program: Program) -> None:
         held.update(nodes)
         assert all(a in held or a.op == "get_attr" for n in nodes for a in n.all_input_nodes)
     for node in program.graph.nodes:
-        if node.op == "call_function" and not transfers_to_host.is_move(node):
+        if node.op == "call_function" and not transfers_to_host.is_host_transfer(node):
             assert len(devices_of(node)) == 1, f"{node.format_node()} mixes {devices_of(node)}"
             assert all(info(a).home != "nvme" for a in node.all_input_nodes)
         if collectives.is_start(node):
@@ -107,7 +107,7 @@ def test_updates_on_the_host_are_those_of_the_device(name, more, tier):
     program = built(plan, 1)
     check_places(program)
     assert any(
-        info(n).home == "cpu" and not transfers_to_host.is_move(n)
+        info(n).home == "cpu" and not transfers_to_host.is_host_transfer(n)
         for n in program.graph.nodes
         if n.op == "call_function"
     )
@@ -173,9 +173,9 @@ def test_states_in_the_hosts_memory_and_gradients_that_came_there_do_not_move():
 
 def test_with_a_device_that_is_the_host_nothing_moves_that_lies_in_its_memory():
     program = built(plan_of(RECORDS["AdamW"], "cpu"), 1, HERE)
-    assert not any(transfers_to_host.is_move(n) for n in program.graph.nodes)
+    assert not any(transfers_to_host.is_host_transfer(n) for n in program.graph.nodes)
     on_device = built(plan_of(RECORDS["AdamW"], "cpu", away={"update_on": "device"}), 1, HERE)
-    assert any(transfers_to_host.is_move(n) for n in on_device.graph.nodes)
+    assert any(transfers_to_host.is_host_transfer(n) for n in on_device.graph.nodes)
 
 
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
@@ -184,7 +184,9 @@ def test_on_the_device_if_the_plan_says_so(tier):
     program = built(plan, 1)
     check_places(program)
     assert not any(
-        info(n).home and not transfers_to_host.is_move(n) for n in program.graph.nodes if n.op == "call_function"
+        info(n).home and not transfers_to_host.is_host_transfer(n)
+        for n in program.graph.nodes
+        if n.op == "call_function"
     )
     kept = zgraph.Plan(zero=3, backend="eager", optimizer=RECORDS["AdamW"], grad_clip=0.5)
     assert same(stepped(program, plan, 1), stepped(built(kept, 1), kept, 1))
@@ -220,5 +222,5 @@ def test_groups_wait_for_what_they_need_and_no_longer():
         (wait,) = [u for u in start.users if transfers_to_host.is_wait(u)]
         between = [n for n in program.graph.nodes if order[start] < order[n] < order[wait]]
         assert info(start).group != info(wait).group  # (else they would be one piece of code)
-        ahead += any(n.op == "call_function" and not transfers_to_host.is_move(n) for n in between)
+        ahead += any(n.op == "call_function" and not transfers_to_host.is_host_transfer(n) for n in between)
     assert ahead >= len(fetched) // 2

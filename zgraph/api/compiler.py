@@ -26,7 +26,7 @@ from zgraph.capture.replaced_forward import unbound
 from zgraph.codegen import debug_mode
 from zgraph.errors import MeshError, ModelError
 from zgraph.machine.measured_costs import agreed_costs, at_disk_rate
-from zgraph.parameters.mixed_precision import check, overflow_error, prepare, refuse_overflow
+from zgraph.parameters.mixed_precision import check, overflow_error, prepare, too_large_for
 from zgraph.parameters.replaced_parameters import refuse_unmovable
 from zgraph.parameters.sharding import fingerprint, planned_layout, shard
 from zgraph.plan.lr_schedules import TorchSchedule
@@ -171,7 +171,7 @@ def _refuse_unfit(model: nn.Module, agreed: _Agreed) -> None:
         optimizer = PlanOptimizer(members_of(model, specs, plan.optimizer), dict(model.named_parameters()), None)
         if isinstance(plan.lr_schedule, TorchSchedule):
             torch_scheduler(plan.lr_schedule, optimizer)
-    too_large = refuse_overflow(model, precision)
+    too_large = too_large_for(model, precision)
     if agreed.agreement.any("weights beyond the range of the low dtype", bool(too_large)):
         raise overflow_error(too_large or ["(of another rank)"])
 

@@ -51,7 +51,7 @@ def full_weights(
     if handle.whole is not None:
         yield model
         return
-    if handle.uncut is not None and not handle.uncut.staged:  # (nothing is divided before its first call)
+    if handle.deferred is not None and not handle.deferred.staged:  # (nothing is divided before its first call)
         handle.whole = True
         try:
             yield model
@@ -92,7 +92,7 @@ def whole_parameters(model: nn.Module, params: Collection[Any], *, write: bool =
     `params` that are not the model's are ignored. All ranks must enter it.
     """
     handle = handle_of(model)
-    if handle.whole is not None or (handle.uncut is not None and not handle.uncut.staged):
+    if handle.whole is not None or (handle.deferred is not None and not handle.deferred.staged):
         yield  # (they are whole already)
         return
     runtime = ready(model, "whole adapters")

@@ -93,7 +93,7 @@ class Handle(Compiled):
         self.forward: Forward  # (set by `attach`)
         self.whole: bool | None = None  # inside `full_weights`: whether this rank has the weights
         self._accumulates = False  # whether a model that is not divided yet will accumulate (see `accumulate`)
-        self._when_cut: list[Callable[[], None]] = []  # the actions that wait for the cut (see `when_cut`)
+        self._when_cut: list[Callable[[], None]] = []  # the actions that wait for the cut (see `when_placed`)
 
     @property
     def runtime(self) -> Runtime:
@@ -130,7 +130,7 @@ class Handle(Compiled):
         return saver
 
     @property
-    def uncut(self) -> DeferredPipeline | None:
+    def deferred(self) -> DeferredPipeline | None:
         """The deferred model before the first call of a model in stages or with divided weights; None for every
         other model."""
         return self._runtime if isinstance(self._runtime, DeferredPipeline) else None
@@ -149,9 +149,9 @@ class Handle(Compiled):
                 action()
         return self.runtime
 
-    def when_cut(self, action: Callable[[], None]) -> None:
+    def when_placed(self, action: Callable[[], None]) -> None:
         """Run an action as soon as a model in stages or with divided weights is cut; at once for every other model."""
-        if self.uncut is None:
+        if self.deferred is None:
             action()
         else:
             self._when_cut.append(action)
@@ -269,7 +269,7 @@ class Handle(Compiled):
     def accumulate(self, only: bool) -> None:
         """Make later backward passes accumulate without reducing, as inside `no_sync`, or reduce again. Raises
         `StepError` for a model in stages."""
-        if self.uncut is not None and not self.uncut.staged:
+        if self.deferred is not None and not self.deferred.staged:
             self._accumulates = only
             return
         with self.runtime.no_sync():  # (raises for a model in stages)
@@ -293,7 +293,7 @@ class Handle(Compiled):
         next step's check (`on_nonfinite`)."""
         module = self._runtime.module
         type(module).zero_grad(module, set_to_none)
-        if self.uncut is None:
+        if self.deferred is None:
             self.runtime.updater.zeroed()
 
     def train_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -410,7 +410,7 @@ class Handle(Compiled):
     def _undone(self) -> Any:
         """Turn the model back into the plain one, with whole weights, as before `zgraph.compile`; return it."""
         model = self.forward.module
-        if self.uncut is None or self.uncut.staged:
+        if self.deferred is None or self.deferred.staged:
             keep_whole(model)
         detach(model)
         return model
@@ -585,7 +585,7 @@ def attach(module: nn.Module, runtime: Runtime | DeferredPipeline, loss_fn: Call
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if handle.whole is not None:
             return handle.eager(args, kwargs)
-        if handle.uncut is not None and handle.uncut.staged:
+        if handle.deferred is not None and handle.deferred.staged:
             refuse_gradients()
         runtime = handle.cut(args, kwargs)
         if isinstance(runtime, PipelineRuntime):
@@ -655,8 +655,8 @@ def _deepcopy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         twin: nn.Module = copy.deepcopy(module, memo)
     finally:
         module.__dict__.update(ours)
-    if handle.uncut is not None:
-        attach(twin, replace(handle.uncut, module=twin), handle.loss_fn)
+    if handle.deferred is not None:
+        attach(twin, replace(handle.deferred, module=twin), handle.loss_fn)
         return twin
     old = handle.runtime
     shards = old.shards.adopt(twin)

@@ -27,8 +27,8 @@ from zgraph.torch_compat.fake_tensors import MOST_KNOWN
 
 logger = logging.getLogger(__name__)
 
-FEW = 64  # the most elements of an input that is tried without being declared
-TRIES = 3  # the most inputs that are tried
+MAX_ELEMENTS = 64  # the most elements of an input that is tried without being declared
+MAX_TRIES = 3  # the most inputs that are tried
 
 
 def declared_values(
@@ -153,9 +153,9 @@ class ValueInputs:
         few = {
             path: x.numel()
             for path, x in leaves.items()
-            if isinstance(x, torch.Tensor) and _whole(x) and 0 < x.numel() <= FEW and path not in self.names
+            if isinstance(x, torch.Tensor) and _whole(x) and 0 < x.numel() <= MAX_ELEMENTS and path not in self.names
         }
-        return sorted((path for path in few if leaves[path].dtype is not torch.bool), key=few.__getitem__)[:TRIES]
+        return sorted((path for path in few if leaves[path].dtype is not torch.bool), key=few.__getitem__)[:MAX_TRIES]
 
     def settled(self) -> list[str]:
         """Note that a capture is made, and return which inputs were found to be constants."""

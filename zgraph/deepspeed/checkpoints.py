@@ -141,18 +141,18 @@ class Checkpoints:
                 self._go_on(own if isinstance(own, Mapping) else None, scheduler=load_lr_scheduler_states)
             return self.handle.saver.last.folder, client  # type: ignore[union-attr]
 
-        uncut = self.handle.uncut
-        if uncut is None:
+        deferred = self.handle.deferred
+        if deferred is None:
             folder, client = load()
         else:
-            source, client = peek(uncut.everyone, Path(load_dir).absolute(), chosen)
+            source, client = peek(deferred.everyone, Path(load_dir).absolute(), chosen)
             folder, own, _ = source.folder, client.pop(_OURS, None), client.pop(_STATES, None)
             _write_weights(self.module, source)
             if isinstance(own, Mapping) and not load_module_only:
                 self._count_on(own, scheduler=load_lr_scheduler_states)
                 if load_lr_scheduler_states and isinstance(self._training.scheduler, Scheduler):
                     self._training.scheduler.step(self._training.scheduler.last_batch_iteration)  # (the rates as well)
-            self.handle.when_cut(lambda: load() and None)
+            self.handle.when_placed(lambda: load() and None)
         return str(Path(load_dir) / chosen if chosen is not None else folder), client
 
     def _go_on(self, own: Mapping[str, Any] | None, *, scheduler: bool) -> None:

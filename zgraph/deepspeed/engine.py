@@ -98,7 +98,7 @@ class DeepSpeedEngine(Checkpoints, Settings, Unsupported, nn.Module):  # type: i
         self._training = training
         self._counters = Counters()
         self._log = StepLog(config)
-        if self.handle.uncut is None:
+        if self.handle.deferred is None:
             self._log.communication.watch(self.handle.runtime.clock)
         self._boundary: bool | None = None  # as set by set_gradient_accumulation_boundary
         self._outer = False  # inside of the script's no_sync()
@@ -584,13 +584,13 @@ class DeepSpeedEngine(Checkpoints, Settings, Unsupported, nn.Module):  # type: i
 
     def empty_partition_cache(self) -> None:
         """Free the whole weights that are kept for the next forward. All ranks must call it."""
-        if self.handle.uncut is None:
+        if self.handle.deferred is None:
             self.handle.runtime.unsharded.drop()
 
     def destroy(self) -> None:
         """Wait for the work in progress. The model stays compiled, and can be used and initialized again."""
         self._accumulate(False)
-        if self.handle.uncut is None:
+        if self.handle.deferred is None:
             self.handle.finish()
 
     def __getattr__(self, name: str) -> Any:

@@ -84,16 +84,16 @@ class EngineOptimizer(torch.optim.Optimizer):
     def optimizer(self) -> PlanOptimizer:
         """The plan's own optimizer. Before the model is cut, one without states, whose groups the cut model's
         optimizer takes over."""
-        uncut = self._handle.uncut
-        if uncut is None:
+        deferred = self._handle.deferred
+        if deferred is None:
             found = self._handle.optimizer
             assert found is not None
             return found
         if self._early is None:
-            members = members_of(uncut.module, uncut.specs, self._handle.plan.optimizer)
-            params = dict(uncut.module.named_parameters(remove_duplicate=False))
+            members = members_of(deferred.module, deferred.specs, self._handle.plan.optimizer)
+            params = dict(deferred.module.named_parameters(remove_duplicate=False))
             self._early = PlanOptimizer(members, params, _Deferred(self._handle))
-            self._handle.when_cut(self._hand_over)
+            self._handle.when_placed(self._hand_over)
         return self._early
 
     def _hand_over(self) -> None:

@@ -140,7 +140,7 @@ def _state(param: nn.Parameter, name: str) -> torch.Tensor | None:
             hint="take it from engine.module.parameters()",
         )
     handle: Any = model.__dict__["zgraph"]
-    optimizer = handle.optimizer if handle.uncut is None else None
+    optimizer = handle.optimizer if handle.deferred is None else None
     return None if optimizer is None else optimizer.state.get(param, {}).get(_KEYS.get(name, name))
 
 

@@ -294,7 +294,7 @@ def _training(model: nn.Module, plan: Plan, given: Given, config: dict[str, Any]
             follow(given.optimizer, training.optimizer)
     elif given.optimizer is not None:
         names: Any = given.names
-        handle.when_cut(lambda: rebind(given.optimizer, names, dict(model.named_parameters())))
+        handle.when_placed(lambda: rebind(given.optimizer, names, dict(model.named_parameters())))
         training.planned, training.optimizer = False, given.optimizer
         training.skips = bool(value_of(config, "bf16.enabled") and value_of(config, "bf16.check_grad_overflow", True))
     training.scheduler = _scheduler(given.scheduler, record, training.optimizer)

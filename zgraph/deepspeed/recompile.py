@@ -31,7 +31,7 @@ def recompile(model: nn.Module, plan: Plan) -> None:
     Raises `UnsupportedError` for another layout of a model in stages, or of one with offloaded parameters.
     """
     handle: Handle = model.__dict__["zgraph"]
-    if handle.uncut is None:
+    if handle.deferred is None:
         handle.finish()
         try:
             handle.recompile(plan)
@@ -67,7 +67,7 @@ def _begin_anew(handle: Handle) -> None:
 
 def _make_whole(model: nn.Module, handle: Handle) -> None:
     """Gather a model's shards into plain parameters, and remove its runtime."""
-    if handle.uncut is None and (
+    if handle.deferred is None and (
         isinstance(handle.runtime, PipelineRuntime) or handle.plan.offload.tier("parameters") is not None
     ):
         raise UnsupportedError(
@@ -75,7 +75,7 @@ def _make_whole(model: nn.Module, handle: Handle) -> None:
             why="no rank could hold all of it",
             hint="save a checkpoint, build the model anew, initialize and load it",
         )
-    optimizer = handle.optimizer if handle.uncut is None else None
+    optimizer = handle.optimizer if handle.deferred is None else None
     detach(model)
     if optimizer is not None:
         optimizer.retire()

@@ -347,7 +347,7 @@ class _Checks:
         if faults:
             fitting = mixed_precision.without_faults(self.model, precision)
             self.plan = self.plan.model_copy(update={"precision": fitting})
-        too_large = mixed_precision.refuse_overflow(self.model, precision)
+        too_large = mixed_precision.too_large_for(self.model, precision)
         if too_large:
             yield _finding("precision", mixed_precision.overflow_error(too_large))
 

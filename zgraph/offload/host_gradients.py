@@ -49,13 +49,13 @@ class Away(torch.Tensor):
         return _mapped(found, lambda x: x.to(kwargs.get("device") or device))
 
 
-def where_it_lies(tensor: torch.Tensor) -> torch.Tensor:
+def storage_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor that holds a tensor's values: its `home` if it is `Away`, else itself."""
     return tensor.home if isinstance(tensor, Away) else tensor
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    return where_it_lies(tensor).to(HOST)
+    return storage_of(tensor).to(HOST)
 
 
 def _on_device(tensor: torch.Tensor) -> torch.Tensor:

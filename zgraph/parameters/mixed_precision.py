@@ -152,7 +152,7 @@ class _Cast:
         return x.to(self.dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
 
 
-def refuse_overflow(module: nn.Module, precision: Precision) -> list[str]:
+def too_large_for(module: nn.Module, precision: Precision) -> list[str]:
     """Return the parameters of this rank that float16 can't represent: infinite, NaN, or above 65504. Return [] unless
     the plan computes in float16.
     """

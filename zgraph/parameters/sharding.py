@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from zgraph.capture.former_storages import former_storages
 from zgraph.errors import ModelError, UnsupportedError
-from zgraph.offload.host_gradients import Away, where_it_lies
+from zgraph.offload.host_gradients import Away, storage_of
 from zgraph.parameters.mixed_precision import stays_fp32, with_precision
 from zgraph.parameters.optimizer_steps import count_steps_on, steps_on, watch_optimizers
 from zgraph.parameters.replaced_parameters import replaced
@@ -308,7 +308,7 @@ class Shards:
         grad = self._params[name].grad
         assert grad is not None
         spec = self.specs[name]
-        mine = where_it_lies(local_of(grad))
+        mine = storage_of(local_of(grad))
         param = self.buffers.get(name, self._params[name])
         device = param.device if home is None else torch.device("cpu")
         same = mine.shape == param.shape and mine.stride() == param.stride() and mine.device == device
@@ -323,7 +323,7 @@ class Shards:
         """Write to `.grad` what a program wrote into `value`, which `local_gradient` may have made as a copy."""
         grad = self._params[name].grad
         assert grad is not None
-        mine = where_it_lies(local_of(grad))
+        mine = storage_of(local_of(grad))
         if mine.data_ptr() != value.data_ptr():
             mine.copy_(value[: mine.shape[0]] if self.specs[name].shard_dim is not None else value)
 
@@ -490,7 +490,7 @@ class Shards:
             )
         return nn.Parameter(sharded, requires_grad=spec.requires_grad)
 
-    def offload_to_home(self, name: str) -> None:
+    def drop_to_meta(self, name: str) -> None:
         """Put a parameter that another rank stores on the meta device here, under every name that it had."""
         old, spec = self._params[name], self.specs[name]
         former_storages(self.module).note(name, old)
@@ -644,7 +644,7 @@ def shard(
     shards.look_up()
     elsewhere = shards.elsewhere = frozenset() if own is None else frozenset(specs) - frozenset(own)
     for name in elsewhere:
-        shards.offload_to_home(name)
+        shards.drop_to_meta(name)
     _materialise(shards, device, seed, elsewhere)
     for name, param in list(shards.params().items()):
         if name not in elsewhere and not isinstance(param, DTensor):

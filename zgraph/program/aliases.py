@@ -120,5 +120,7 @@ def made_once(node: fx.Node) -> bool:
     more.
     """
     source = node.all_input_nodes[0] if node.target is operator.getitem else node
-    moves_bytes = collectives.is_start(source) or collectives.is_wait(source) or transfers_to_host.is_move(source)
+    moves_bytes = (
+        collectives.is_start(source) or collectives.is_wait(source) or transfers_to_host.is_host_transfer(source)
+    )
     return is_random(source) or moves_bytes

@@ -51,7 +51,7 @@ def promised_at(node: fx.Node, names: tuple[str, ...]) -> Callable[..., Strides]
     return formula(fake.stride(), names) if any(is_symbolic(n) for n in (*fake.shape, *fake.stride())) else None
 
 
-def lies_as(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
+def has_strides(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
     """Return whether a tensor has these strides in each dimension of several elements; in others strides do not
     matter."""
     mine = tensor.stride()
@@ -64,7 +64,7 @@ def lies_as(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
 
 def laid_out(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
     """Return the tensor with these strides: itself, or a copy."""
-    if lies_as(tensor, strides) or len(strides) != tensor.dim():
+    if has_strides(tensor, strides) or len(strides) != tensor.dim():
         return tensor
     once = tensor
     for dim, stride in enumerate(strides):  # (an expanded dimension is stored once)

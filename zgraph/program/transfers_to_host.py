@@ -74,7 +74,7 @@ def is_wait(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target in (MOVED, MOVED_IN_PLACE)
 
 
-def is_move(node: fx.Node) -> bool:
+def is_host_transfer(node: fx.Node) -> bool:
     return is_start(node) or is_wait(node)
 
 

@@ -120,7 +120,7 @@ class Agreement:
         self.ranks: list[int] = []
         self._levels: list[Any] = []  # the groups that it votes in, one after another
         self.heart: object | None = None  # a `zgraph.ranks.heartbeat.Heart`; while it lives, its ranks watch each other
-        self.course: ForeseenActions | None = (
+        self.foreseen: ForeseenActions | None = (
             None  # the acts that need no vote if they are foreseen; None: all are voted on
         )
         self.refuse_ended: Callable[[], None] | None = None  # (raises the reason once the ranks vote no more)
@@ -186,21 +186,21 @@ class Agreement:
         """Turn on, or off (`on` is False), that foreseen acts need no vote; `groups` are the process groups of the
         mesh. Forgets what was foreseen. All ranks must call it.
         """
-        if self.course is None and on and self.heart is not None:
+        if self.foreseen is None and on and self.heart is not None:
             shared = dict.fromkeys((*groups, *self.groups()))
-            self.course = ForeseenActions(str(self.group.group_name), self.ranks, list(shared))
-        if self.course is not None:
-            self.course.begin_anew()
-            self.course.active = on
+            self.foreseen = ForeseenActions(str(self.group.group_name), self.ranks, list(shared))
+        if self.foreseen is not None:
+            self.foreseen.begin_anew()
+            self.foreseen.active = on
 
     def passes(self, subject: str, text: str) -> bool:
         """Return whether all ranks foresee this act, so that it needs no vote."""
-        return self.course is not None and self.course.passes(Act(subject, text))
+        return self.foreseen is not None and self.foreseen.passes(Act(subject, text))
 
     def did(self, subject: str, text: str, *, ends: bool = False) -> None:
         """Note an act that all ranks have voted on or foreseen, to foresee it the next time. `ends`: it ends a step."""
-        if self.course is not None:
-            self.course.did(Act(subject, text), ends=ends)
+        if self.foreseen is not None:
+            self.foreseen.did(Act(subject, text), ends=ends)
 
     def vote(
         self,
@@ -225,8 +225,8 @@ class Agreement:
         """
         if self.group is None:
             return Verdict(flag, worst)
-        course = self.course
-        past, coming = course.before_vote() if course is not None else ((), None)
+        foreseen = self.foreseen
+        past, coming = foreseen.before_vote() if foreseen is not None else ((), None)
         columns = torch.full((10, teams), torch.iinfo(torch.int64).min)
         # (The size is the same whatever the vote is about: ranks that vote on different things must find out.)
         columns[0, team] = number = _number(ballot)
@@ -240,15 +240,15 @@ class Agreement:
                 _, _, _, _, ours, theirs, one, other, flagged, found = columns[:, 0].tolist()
                 if self._relaxed and tighten:
                     self._tighten()
-                if course is not None:
-                    course.leave_vote(coming if one == -other else None)
+                if foreseen is not None:
+                    foreseen.leave_vote(coming if one == -other else None)
                 return Verdict(bool(flagged) or ours != -theirs, found, one == -other)
             view = _View(
                 ballot,
                 explain() if explain else None,
                 team,
                 (*past, Act(subject, ballot)),
-                course.said if course else None,
+                foreseen.said if foreseen else None,
             )
             views: list[Any] = [None] * len(self.ranks)
             dist.all_gather_object(views, view, group=self.group)
@@ -256,8 +256,8 @@ class Agreement:
 
     def _greatest(self, columns: torch.Tensor, subject: str, ballot: str) -> None:
         """Set each element to its maximum over all ranks."""
-        if self.course is not None:
-            self.course.enter_vote()
+        if self.foreseen is not None:
+            self.foreseen.enter_vote()
         for group in self._levels:
             work = dist.all_reduce(columns, op=dist.ReduceOp.MAX, group=group, async_op=True)
             self._wait(work, subject, ballot)
@@ -266,16 +266,16 @@ class Agreement:
         """Wait until all ranks of a level have voted. Raises `RankMismatchError` if some have gone on without this
         vote.
         """
-        course = self.course
-        while course is not None:
+        foreseen = self.foreseen
+        while foreseen is not None:
             try:
                 work.wait(LOOKS)
                 return
             except RuntimeError:
                 if work.is_completed():  # (it has just completed, or has failed)
-                    course.raise_difference()
+                    foreseen.raise_difference()
                     break
-                course.look(subject, ballot)
+                foreseen.look(subject, ballot)
         work.wait()
 
     def _difference(
@@ -290,9 +290,11 @@ class Agreement:
         voted = dict(zip(self.ranks, views, strict=True))
         first = self.ranks[0]
         astray = [r for r in self.ranks if voted[r].acts[:-1] != voted[first].acts[:-1]]
-        if astray and self.course is not None:
-            subject, why = _first_difference((first, astray[0]), views, self.ranks, self.course.compare)
-            return self.course.end(f"ranks disagree about {subject}", f"rank(s) {astray} differ from rank {first}", why)
+        if astray and self.foreseen is not None:
+            subject, why = _first_difference((first, astray[0]), views, self.ranks, self.foreseen.compare)
+            return self.foreseen.end(
+                f"ranks disagree about {subject}", f"rank(s) {astray} differ from rank {first}", why
+            )
         begins = {r: leads.setdefault(view.team, r) for r, view in voted.items()}
         base = next(begins[r] for r in self.ranks if voted[r].ballot != voted[begins[r]].ballot)
         different = [r for r in self.ranks if begins[r] == base and voted[r].ballot != voted[base].ballot]
@@ -311,7 +313,7 @@ class Agreement:
         """Return, after a collective has failed, what ranks disagree about, if one of them shut its groups for that
         reason.
         """
-        return self.course.difference() if self.course is not None else None
+        return self.foreseen.difference() if self.foreseen is not None else None
 
     def most(self, subject: str, mine: int) -> int:
         """Return the largest value that a rank gives."""

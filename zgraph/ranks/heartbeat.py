@@ -151,7 +151,7 @@ class Pulse:
         elif self._first is None:
             self._first = time.monotonic(), self.read(ranks)
         elif time.monotonic() - self._first[0] >= PATIENCE * self.interval:
-            text, absent = _told(mine, self._first[1], self.read(ranks), self._but_me(ranks))
+            text, absent = _told(mine, self._first[1], self.read(ranks), self._other_ranks(ranks))
             self._told, self._first = here, None
             said = f"it waits for rank(s) {_listed(absent)}" if absent else "no rank is behind it"
             allowed = f"a collective may take {limit:.0f} s"
@@ -161,11 +161,11 @@ class Pulse:
     def read(self, ranks: Sequence[int]) -> dict[int, Beat]:
         """Return the last heartbeat of each of these ranks that has one, except this rank."""
         with self._lock:
-            known = [r for r in self._but_me(ranks) if self.store.check([str(r)])]
+            known = [r for r in self._other_ranks(ranks) if self.store.check([str(r)])]
             texts = [self.store.get(str(r)) for r in known]
         return {r: _beat(text) for r, text in zip(known, texts, strict=True)}
 
-    def _but_me(self, ranks: Sequence[int]) -> list[int]:
+    def _other_ranks(self, ranks: Sequence[int]) -> list[int]:
         return [r for r in sorted(ranks) if r != self.rank]
 
     def report(self, node: fx.Node | None, ranks: Sequence[int]) -> tuple[str, tuple[int, ...]]:
@@ -175,7 +175,7 @@ class Pulse:
         try:
             mine = self.publish("failed", node)
             first = now = self.read(ranks)
-            others = self._but_me(ranks)
+            others = self._other_ranks(ranks)
             end = time.monotonic() + PATIENCE * self.interval
             while time.monotonic() < end and not all(_answers(first.get(r), now.get(r)) for r in others):
                 time.sleep(min(0.05, self.interval))

@@ -142,7 +142,7 @@ class Step(torch.autograd.Function):
         tangents |= {i: cut.filled(tangents[i]) for i, cut in ctx.cuts.items() if i in tangents}
         refuse_partial(entry, ctx.seen, tangents.keys())
         outputs = sorted(entry.in_other(entry.beside[0], frozenset(tangents)))
-        runtime.acts.backward(step.shared_name, outputs, accumulates=runtime.accumulating)
+        runtime.step_votes.backward(step.shared_name, outputs, accumulates=runtime.accumulating)
         if ctx.saved is None:
             raise RuntimeError(
                 "backward through this forward a second time: what it saved is gone; pass retain_graph=True to the first backward"

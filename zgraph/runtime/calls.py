@@ -108,7 +108,7 @@ class Calls:
         sizes = self._sizes.of(call)
         found = self._find(sizes, args, kwargs)
         changed = rank.changed_here()
-        if not found.new and rank.acts.passes_forward(found.key, learns=sizes.learn, changed=changed):
+        if not found.new and rank.step_votes.passes_forward(found.key, learns=sizes.learn, changed=changed):
             return self._called(found.key)
         if sizes.learn:
             verdict = rank.votes.call(
@@ -116,7 +116,7 @@ class Calls:
             )
             rank.settle_changes(verdict.worst)
             if not verdict.flag:
-                rank.acts.did_forward(found.key)
+                rank.step_votes.did_forward(found.key)
                 return self._called(found.key)
             calls = rank.everyone.gather("the shapes of a call", (call.shapes, call.values, call.numbers))
             sizes.take_in(calls)
@@ -127,7 +127,7 @@ class Calls:
         rank.settle_changes(verdict.worst)
         if found.new:
             found = self._add(found, sizes, args, kwargs)
-        rank.acts.did_forward(found.key)
+        rank.step_votes.did_forward(found.key)
         return self._called(found.key)
 
     def agree_on_step(self, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
@@ -135,7 +135,9 @@ class Calls:
         program yet, or ranks have to learn from it, each call votes by itself later.
         """
         rank = self.rank
-        if not rank.acts.by_steps() or buckets_of(rank.plan) is not None:  # (padding is only agreed on call by call)
+        if (
+            not rank.step_votes.by_steps() or buckets_of(rank.plan) is not None
+        ):  # (padding is only agreed on call by call)
             return
         own = rank.shards.refresh()
         rank.shards.fetch()
@@ -159,7 +161,7 @@ class Calls:
             verdict = rank.everyone.vote(INPUTS, f"{len(calls)} micro-batches: {ballot}", worst=changed)
         rank.settle_changes(verdict.worst)
         if not new and not verdict.flag:
-            rank.acts.promise([program.key for program in programs])
+            rank.step_votes.promise([program.key for program in programs])
 
     def _signatures(self, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], own: Registered) -> list[Signature]:
         for args, kwargs in calls:
@@ -177,7 +179,7 @@ class Calls:
             self.rank.everyone.vote(INPUTS, found.ballot)
             keys.append((self._add(found, sizes, args, kwargs) if found.new else found).key)
         pair_programs([self.rank.entries[key] for key in keys])
-        self.rank.acts.did_forward(" beside ".join(keys))
+        self.rank.step_votes.did_forward(" beside ".join(keys))
         return self._called(keys[calls.index(own)], *keys)
 
     def _called(self, key: str, *beside: str) -> tuple[str, Entry]:

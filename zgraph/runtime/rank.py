@@ -131,7 +131,7 @@ class Rank(abc.ABC):
         self.entries: dict[str, Entry] = {}
         self.memory = StepMemory(self.device)
         self.votes = Votes(plan, self.mesh, self.sizes, self.device, self.agreement, self.everyone)
-        self.acts = StepVotes(self.agreement, updates=plan.optimizer is not None)
+        self.step_votes = StepVotes(self.agreement, updates=plan.optimizer is not None)
         self.recorder: Recorder | None = None
         self.keeper = stored_programs(module, self.device)  # where programs are kept for other processes
         self.steps = 0  # steps run so far

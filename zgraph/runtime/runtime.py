@@ -86,7 +86,7 @@ class Runtime(Rank):
         heartbeat.watch(plan.watch, self.everyone, self.process_groups())
         if agreement is self.everyone:
             agreement.foresee(self.process_groups(), on=plan.watch.by_steps)
-        self.acts.say_of_update(self.updater.coming)
+        self.step_votes.say_of_update(self.updater.coming)
         self.nonfinite = NonFinite(self) if plan.on_nonfinite != "ignore" else None
         self._sources = Sources(
             {

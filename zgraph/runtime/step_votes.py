@@ -42,14 +42,14 @@ class StepVotes:
         `changed`, or if ranks do not foresee it; and, unless the forwards of the whole step were voted on together,
         if it is the first of a step, or if ranks learn sizes from calls.
         """
-        course, act = self.agreement.course, Act(INPUTS, forward_of(key))
-        if course is None or changed:
+        foreseen, act = self.agreement.foreseen, Act(INPUTS, forward_of(key))
+        if foreseen is None or changed:
             return False
-        promised = bool(course.promised) and course.promised[-1] == act
-        if not (promised or not (learns or course.begins)) or not course.passes(act):
-            course.promised.clear()
+        promised = bool(foreseen.promised) and foreseen.promised[-1] == act
+        if not (promised or not (learns or foreseen.begins)) or not foreseen.passes(act):
+            foreseen.promised.clear()
             return False
-        course.did(act)
+        foreseen.did(act)
         return True
 
     def did_forward(self, key: str) -> None:
@@ -58,21 +58,21 @@ class StepVotes:
 
     def by_steps(self) -> bool:
         """Return whether ranks vote once on the forwards of a whole step."""
-        course = self.agreement.course
-        return course is not None and course.active
+        foreseen = self.agreement.foreseen
+        return foreseen is not None and foreseen.active
 
     def promise(self, keys: Sequence[str]) -> None:
         """Note that ranks have voted on the forwards of all micro-batches of a step that begins."""
-        course = self.agreement.course
-        assert course is not None
+        foreseen = self.agreement.foreseen
+        assert foreseen is not None
         texts = [forward_of(key) for key in keys]
-        course.did(Act("a step", " | ".join(texts)))
-        course.promised = [Act(INPUTS, text) for text in reversed(texts)]
+        foreseen.did(Act("a step", " | ".join(texts)))
+        foreseen.promised = [Act(INPUTS, text) for text in reversed(texts)]
 
     def give_up(self) -> None:
         """Forget the forwards that were voted on: the step has failed."""
-        if self.agreement.course is not None:
-            self.agreement.course.promised.clear()
+        if self.agreement.foreseen is not None:
+            self.agreement.foreseen.promised.clear()
 
     # -- backwards and updates ------------------------------------------------------------------------------------------
     def backward(self, name: str, outputs: Sequence[int], *, accumulates: bool) -> None:
@@ -86,20 +86,20 @@ class StepVotes:
 
     def say_of_update(self, coming: Callable[[], Coming]) -> None:
         """Include what `coming` returns about the next update in the votes."""
-        if self.agreement.course is not None:
-            self.agreement.course.coming, self.agreement.course.compare = coming, compare_updates
+        if self.agreement.foreseen is not None:
+            self.agreement.foreseen.coming, self.agreement.foreseen.compare = coming, compare_updates
 
     def passes_update(self, names: Sequence[str], coming: Coming) -> bool:
         """Return whether an update of these parameters needs no vote: ranks foresee it, and this rank's numbers for it
         are those of the last vote.
         """
-        course = self.agreement.course
-        if course is None:
+        foreseen = self.agreement.foreseen
+        if foreseen is None:
             return False
-        course.said = coming
+        foreseen.said = coming
         return (
-            course.agreed is not None
-            and course.agreed[0] == coming[0]
+            foreseen.agreed is not None
+            and foreseen.agreed[0] == coming[0]
             and self.agreement.passes(UPDATE, gradients(names))
         )
 

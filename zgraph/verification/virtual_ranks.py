@@ -112,7 +112,7 @@ class _Runner:
             return [env[node.args[0]] for env in environments]  # type: ignore[index]
         if node.target is ops.RELEASE:
             return [None] * self.world
-        if transfers_to_host.is_move(node):
+        if transfers_to_host.is_host_transfer(node):
             return [_move(node, [env[a] for a in node.all_input_nodes]) for env in environments]
         return [self._call(node, env, rank) for rank, env in enumerate(environments)]
 

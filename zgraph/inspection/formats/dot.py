@@ -52,7 +52,7 @@ def _color(node: fx.Node) -> str:
         return f', fillcolor="{_INPUT}"'
     if collectives.is_start(node) or collectives.is_wait(node):
         return f', fillcolor="{_TRANSFER}"'
-    return f', fillcolor="{_MOVE}"' if transfers_to_host.is_move(node) else ""
+    return f', fillcolor="{_MOVE}"' if transfers_to_host.is_host_transfer(node) else ""
 
 
 def _quoted(text: str) -> str:

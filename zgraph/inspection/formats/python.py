@@ -39,7 +39,7 @@ Its collectives need the process groups that they name: on one process they can 
 def python_source(program: Program) -> str:
     """Return the file's text. Raises `UnsupportedError` for a constant that is too large to be written down."""
     code = program.graph.python_code("self")
-    ranks = any(collectives.is_start(n) or transfers_to_host.is_move(n) for n in program.graph.nodes)
+    ranks = any(collectives.is_start(n) or transfers_to_host.is_host_transfer(n) for n in program.graph.nodes)
     note = _NEEDS_RANKS if ranks else ""
     head = _HEAD.format(name=program.name, nodes=len(program.graph.nodes), mesh=program.mesh or "none", note=note)
     globals_ = [
