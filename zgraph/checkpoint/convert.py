@@ -85,29 +85,17 @@ def convert(
             unfinished.commit()
         elif to == "dcp":
             _write_plain(source, unfinished.path)
-            _put(unfinished.path, path / chosen)
+            unfinished.commit(pointer=None)
         else:
             _tell_left(source)
             write_deepspeed(source, unfinished.path, layout, ranks or source.known.world)
-            _put(unfinished.path, path / chosen, UNIVERSAL if layout == "universal" else folder.LATEST)
+            unfinished.commit(UNIVERSAL if layout == "universal" else folder.LATEST, chosen)
     except OSError as error:
         raise failed(path, error) from error
     finally:
         if unfinished is not None:
             unfinished.discard()
     return path / chosen
-
-
-def _put(partial: Path, place: Path, pointer: str | None = None) -> None:
-    """Rename a written folder to its tag, and let the file `pointer` beside it name that tag."""
-    if pointer is not None:
-        write_bytes(partial / pointer, place.name.encode())
-    folder.sync(partial)
-    partial.rename(place)
-    folder.sync(place.parent)
-    if pointer is not None:
-        (place / pointer).rename(place.parent / pointer)
-        folder.sync(place.parent)
 
 
 def _write_native(source: Source, partial: Path, serial: int) -> None:

@@ -87,19 +87,21 @@ class Unfinished:
         self.tag = tag
         self._lock = _locked(path)
 
-    def commit(self) -> None:
-        """Rename the folder, whose files have all reached the disk, to its tag, and let `latest` name it. Raises
-        `OSError`."""
+    def commit(self, pointer: str | None = LATEST, text: str | None = None) -> None:
+        """Rename the folder, whose files have all reached the disk, to its tag, and let the file `pointer` beside it
+        name it: by `text`, which is by default the tag and its checksum. Raises `OSError`."""
         folder, place = self.path.parent, self.path.parent / self.tag
-        write_bytes(self.path / LATEST, f"{self.tag} {checksum(self.tag.encode())}\n".encode())
+        if pointer is not None:
+            write_bytes(self.path / pointer, (text or f"{self.tag} {checksum(self.tag.encode())}\n").encode())
         sync(self.path)
         if place.exists():
             _exchange(self.path, place)
         else:
             self.path.rename(place)
         sync(folder)
-        (place / LATEST).rename(folder / LATEST)
-        sync(folder)
+        if pointer is not None:
+            (place / pointer).rename(folder / pointer)
+            sync(folder)
         self.discard()  # (a checkpoint of the same tag, if one was replaced)
 
     def discard(self) -> None:
