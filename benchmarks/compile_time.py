@@ -35,7 +35,7 @@ def measure(layers: int) -> dict[str, float]:
     from zgraph.build.pass_pipeline import build
     from zgraph.build.planned_step import device_of
     from zgraph.capture import capture
-    from zgraph.parameters.sharding import layout
+    from zgraph.parameters.layout import layout
     from zgraph.passes import PassManager, manager
     from zgraph.torch_compat import inductor_code
 

@@ -483,8 +483,8 @@ FAULTS: tuple[Fault, ...] = (
         "            node.meta = before.meta[node]\n",
         "",
         (
-            "tests/passes/test_inductor_prepare.py::test_losses_against_constants",
-            "tests/passes/test_inductor_prepare.py::test_operators_that_do_nothing",
+            "tests/passes/canonicalize/test_inductor_prepare.py::test_losses_against_constants",
+            "tests/passes/canonicalize/test_inductor_prepare.py::test_operators_that_do_nothing",
         ),
     ),
     Fault(
@@ -493,7 +493,9 @@ FAULTS: tuple[Fault, ...] = (
         "a gradient that torch's passes have made a value of the forward is handed out as that value",
         "        if port.role is OutputRole.GRADIENT and info(node).phase is not Phase.BACKWARD:",
         "        if port.role is OutputRole.GRADIENT and info(node).phase is None:",
-        ("tests/passes/test_inductor_prepare.py::test_a_gradient_that_is_a_value_of_the_forward_is_its_own",),
+        (
+            "tests/passes/canonicalize/test_inductor_prepare.py::test_a_gradient_that_is_a_value_of_the_forward_is_its_own",
+        ),
     ),
     Fault(
         "saved-in-a-written-buffer",

@@ -22,7 +22,8 @@ from zgraph.errors import OffloadError, PlanError, StepError, VerifyError
 from zgraph.offload.files import Backend, FileStore
 from zgraph.offload.host_gradients import Away
 from zgraph.offload.run_transfers import Tiers, in_flight
-from zgraph.parameters.sharding import layout, shard
+from zgraph.parameters.layout import layout
+from zgraph.parameters.shard_module import shard
 from zgraph.passes import verify_program
 from zgraph.passes.analysis.costs import CPU, Costs
 from zgraph.passes.analysis.memory import memory_of

@@ -28,7 +28,7 @@ from zgraph.capture.capture import trace
 from zgraph.codegen.eager import compile_eager
 from zgraph.codegen.executable import Executable
 from zgraph.codegen.partition import split
-from zgraph.parameters.sharding import planned_layout
+from zgraph.parameters.layout import planned_layout
 from zgraph.passes import verify_program
 from zgraph.passes.analysis.costs import CPU, Costs
 from zgraph.passes.stages.cut_points import assign, find_cuts

@@ -13,7 +13,7 @@ from torch import fx, nn
 
 import zgraph
 from zgraph.build.update_program import whole_update
-from zgraph.parameters.sharding import planned_layout
+from zgraph.parameters.layout import planned_layout
 from zgraph.passes import verify_program
 from zgraph.passes.analysis.costs import H100, Costs
 from zgraph.passes.analysis.memory import memory_of

@@ -21,7 +21,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 import zgraph
 from zgraph.build.planned_step import update_program
 from zgraph.build.update_program import update_options
-from zgraph.parameters.sharding import layout
+from zgraph.parameters.layout import layout
 from zgraph.plan.loss_scaling import LossScale
 from zgraph.program.program import InputRole, OutputRole, Program
 from zgraph.torch_compat import aot

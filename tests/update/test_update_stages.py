@@ -26,7 +26,7 @@ from zgraph.codegen.eager import compile_eager
 from zgraph.codegen.inductor import launches
 from zgraph.codegen.update_chunks import compile_chunk, compile_chunks
 from zgraph.errors import MeshError, PlanError, RankMismatchError, VerifyError
-from zgraph.parameters.sharding import layout
+from zgraph.parameters.layout import layout
 from zgraph.passes import History, PassManager, verify_program
 from zgraph.passes.analysis.costs import CPU, Costs, Hardware, Link
 from zgraph.passes.analysis.simulator import simulate

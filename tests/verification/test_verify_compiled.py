@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import zgraph
 from zgraph.api import compiled_training
 from zgraph.errors import MeshError, RankMismatchError, UnsupportedError
-from zgraph.parameters.sharding import Shards
+from zgraph.parameters.shards import Shards
 from zgraph.runtime import runtime
 
 Plan = zgraph.Plan

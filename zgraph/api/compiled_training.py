@@ -31,7 +31,7 @@ from zgraph.build.planned_step import Inputs, split_inputs
 from zgraph.capture.cache_key import batch_size
 from zgraph.capture.ignored_targets import ignored_of
 from zgraph.errors import MeshError, ModelError, RankMismatchError, UnsupportedError
-from zgraph.parameters.sharding import fingerprint
+from zgraph.parameters.tensor_bits import fingerprint
 from zgraph.plan.plan import Plan
 from zgraph.program.program import STAGE_DIM, TENSOR_DIM
 from zgraph.program.tolerance import Difference, difference, norm_of, same_bits

@@ -26,9 +26,11 @@ from zgraph.capture.replaced_forward import unbound
 from zgraph.codegen import debug_mode
 from zgraph.errors import MeshError, ModelError
 from zgraph.machine.measured_costs import agreed_costs, at_disk_rate
+from zgraph.parameters.layout import planned_layout
 from zgraph.parameters.mixed_precision import check, overflow_error, prepare, too_large_for
 from zgraph.parameters.replaced_parameters import refuse_unmovable
-from zgraph.parameters.sharding import fingerprint, planned_layout, shard
+from zgraph.parameters.shard_module import shard
+from zgraph.parameters.tensor_bits import fingerprint
 from zgraph.plan.lr_schedules import TorchSchedule
 from zgraph.plan.plan import MESH_DIMENSIONS, Plan
 from zgraph.plan.shapes import Size, buckets_of

@@ -10,8 +10,9 @@ from zgraph.capture.former_storages import former_storages
 from zgraph.capture.tensor_parallel_layout import divided_layout
 from zgraph.errors import PlanError
 from zgraph.machine.measured_costs import agreed_costs, at_disk_rate
+from zgraph.parameters.layout import with_requires_grad
 from zgraph.parameters.mixed_precision import prepare
-from zgraph.parameters.sharding import shard, with_requires_grad
+from zgraph.parameters.shard_module import shard
 from zgraph.program.program import ParamSpec
 from zgraph.runtime.rank import RankContext, opened_tiers
 from zgraph.runtime.runtime import Runtime

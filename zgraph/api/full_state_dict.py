@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from zgraph.api.gathered_weights import bytes_of, ready
-from zgraph.parameters.sharding import local_of
 from zgraph.parameters.whole_tensors import BUCKET, Wanted, gathered
+from zgraph.torch_compat.dtensors import local_of
 
 if TYPE_CHECKING:
     from zgraph.runtime.runtime import Runtime

@@ -14,9 +14,9 @@ from torch import nn
 from zgraph.api.gathered_weights import bytes_of, handle_of, ready
 from zgraph.checkpoint.write_pretrained import dtype_of
 from zgraph.errors import ModelError, PlanError
-from zgraph.parameters.sharding import local_of
 from zgraph.parameters.whole_tensors import BUCKET, Wanted, gathered
 from zgraph.program.tolerance import same_bits
+from zgraph.torch_compat.dtensors import local_of
 
 if TYPE_CHECKING:
     from zgraph.runtime.runtime import Runtime

@@ -38,8 +38,8 @@ from zgraph.inspection.recorder import record
 from zgraph.inspection.run_report import Report
 from zgraph.machine.measured_costs import agreed_costs, at_disk_rate
 from zgraph.parameters.foreign_shards import watch_loads
+from zgraph.parameters.layout import planned_layout
 from zgraph.parameters.mixed_precision import release
-from zgraph.parameters.sharding import planned_layout
 from zgraph.passes import History
 from zgraph.passes.analysis.simulator import StepForecast, simulate_step
 from zgraph.plan.plan import Plan

@@ -28,8 +28,8 @@ from zgraph.capture.symbolic_capture import SymbolicSizes
 from zgraph.capture.tensor_parallel_layout import divided_layout
 from zgraph.capture.value_inputs import declared_values, with_values
 from zgraph.errors import ModelError, PlanError
+from zgraph.parameters.layout import planned_layout
 from zgraph.parameters.mixed_precision import check, prepare
-from zgraph.parameters.sharding import planned_layout
 from zgraph.passes import History
 from zgraph.passes.analysis.costs import Costs
 from zgraph.plan.plan import Plan

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from zgraph.build.update_program import state_bytes
-from zgraph.parameters.sharding import planned_layout
+from zgraph.parameters.layout import planned_layout
 from zgraph.passes.update.group_updates import default_bytes
 from zgraph.plan.offloading import KINDS
 from zgraph.program.program import STAGE_DIM, TENSOR_DIM

@@ -15,7 +15,7 @@ from zgraph.build.resolve_offload import placed
 from zgraph.build.update_program import resident_of, whole_update
 from zgraph.capture.tensor_parallel_layout import as_divided
 from zgraph.errors import ZgraphError
-from zgraph.parameters.sharding import planned_layout
+from zgraph.parameters.layout import planned_layout
 from zgraph.passes.analysis.costs import Costs
 from zgraph.passes.analysis.simulator import simulate_step
 from zgraph.plan.plan import Plan

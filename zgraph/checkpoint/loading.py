@@ -28,9 +28,9 @@ from zgraph.checkpoint.source import MODEL, OPTIMIZER, Source
 from zgraph.checkpoint.user_values import PerRank, decode
 from zgraph.errors import CheckpointError
 from zgraph.names import did_you_mean
-from zgraph.parameters.sharding import local_of
 from zgraph.program.tolerance import bits
 from zgraph.ranks.agreement import Agreement
+from zgraph.torch_compat.dtensors import local_of
 from zgraph.update.build_update import AHEAD, DERIVED, EMA, MASTER
 from zgraph.update.optimizer_rules import RULES
 from zgraph.update.owned_parameters import mesh_of

@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from zgraph.checkpoint import state
 from zgraph.checkpoint.source import Block
 from zgraph.errors import CheckpointError, UnsupportedError
-from zgraph.parameters.sharding import row_by_row
+from zgraph.parameters.layout import row_by_row
 from zgraph.torch_compat import autograd_state
 
 

@@ -25,10 +25,10 @@ from zgraph.checkpoint.storage import Writer
 from zgraph.checkpoint.tensorfile import checksum, data_of
 from zgraph.checkpoint.user_values import KIND, TENSORS, encode
 from zgraph.errors import CheckpointError
-from zgraph.parameters.sharding import local_of
 from zgraph.ranks import progress
 from zgraph.ranks.agreement import Agreement
 from zgraph.torch_compat import dtensors
+from zgraph.torch_compat.dtensors import local_of
 from zgraph.update.resume import Known, Last
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from zgraph.checkpoint.source import MODEL, OPTIMIZER
 from zgraph.errors import CheckpointError, StepError
-from zgraph.parameters.sharding import detached
+from zgraph.torch_compat.dtensors import detached
 from zgraph.update.owned_parameters import mesh_of
 from zgraph.update.resume import Known
 

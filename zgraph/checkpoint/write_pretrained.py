@@ -36,9 +36,10 @@ from zgraph.checkpoint.source import MODEL, OPTIMIZER, Block, Source
 from zgraph.checkpoint.tensorfile import Piece, checksum, data_of, laid_out, refuse_unwritable, write_bytes
 from zgraph.errors import CheckpointError, PlanError, StepError, UnsupportedError, ZgraphError
 from zgraph.names import did_you_mean
-from zgraph.parameters.sharding import local_of, row_by_row
+from zgraph.parameters.layout import row_by_row
 from zgraph.plan.communication import parse_bytes
 from zgraph.program.tolerance import same_bits
+from zgraph.torch_compat.dtensors import local_of
 from zgraph.update.build_update import AHEAD, EMA, MASTER
 
 if TYPE_CHECKING:

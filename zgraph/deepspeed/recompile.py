@@ -16,9 +16,9 @@ from zgraph.api.compiler import compile
 from zgraph.api.handle import Handle, detach
 from zgraph.errors import MeshError, ModelError, UnsupportedError
 from zgraph.parameters.replaced_parameters import replaced
-from zgraph.parameters.sharding import local_of
 from zgraph.plan.plan import Plan
 from zgraph.stages.runtime import PipelineRuntime
+from zgraph.torch_compat.dtensors import local_of
 from zgraph.update.build_update import MASTER
 from zgraph.update.resume import Known
 

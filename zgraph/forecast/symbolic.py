@@ -33,7 +33,7 @@ from zgraph.errors import CaptureError, PlanError, SymbolicError
 from zgraph.forecast.counts import Bytes, Counts, Operator, Run, count
 from zgraph.forecast.formulas import Kind, SymbolicForecast, Transfers, symbols
 from zgraph.forecast.several_sizes import Point, Polynomials, SizedInputs, batches, lengths
-from zgraph.parameters.sharding import layout
+from zgraph.parameters.layout import layout
 from zgraph.passes import PassManager
 from zgraph.passes.analysis.costs import Costs
 from zgraph.passes.analysis.simulator import simulate

@@ -30,7 +30,7 @@ from zgraph.inspection.make_inspection import of_model
 from zgraph.inspection.memory import peak_of
 from zgraph.offload.files import FileStore
 from zgraph.parameters import mixed_precision
-from zgraph.parameters.sharding import planned_layout
+from zgraph.parameters.layout import planned_layout
 from zgraph.passes import PassManager, verify_program
 from zgraph.passes.analysis.costs import Costs, Hardware, hardware, hardware_like
 from zgraph.plan import planfile

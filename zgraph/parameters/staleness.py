@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from zgraph.errors import StepError
-from zgraph.parameters.sharding import Shards
+from zgraph.parameters.shards import Shards
 
 
 class Staleness:
@@ -38,7 +38,7 @@ class Staleness:
         if again and self.device.type == "cuda":
             return int(any(self.shards.version(name) != version for name, version in versions.items()))
         self._late = self._read()
-        return 2 if self._late else int(not self._mine(versions, differ))
+        return 2 if self._late else int(not self._local_rows(versions, differ))
 
     def still(self, worst: int) -> bool:
         """Return whether weights are unchanged on all ranks; `worst` is the largest answer of any rank. Raises
@@ -53,7 +53,7 @@ class Staleness:
             )
         return worst == 0
 
-    def _mine(self, versions: dict[str, tuple[int, ...]], differ: Callable[[], Sequence[torch.Tensor]]) -> bool:
+    def _local_rows(self, versions: dict[str, tuple[int, ...]], differ: Callable[[], Sequence[torch.Tensor]]) -> bool:
         if any(self.shards.version(name) != version for name, version in versions.items()):
             return False
         answers = differ()

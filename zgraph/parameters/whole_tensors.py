@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
-from zgraph.parameters.sharding import local_of
+from zgraph.torch_compat.dtensors import local_of
 
 BUCKET = 256 << 20  # bytes that a bucket, what is sent of it and its whole tensors take by default
 

@@ -12,7 +12,7 @@ import torch
 from zgraph.build.step_program import Entry, StepProgram
 from zgraph.capture.storages import Sharing
 from zgraph.errors import UnsupportedError
-from zgraph.parameters.sharding import Shards
+from zgraph.parameters.shards import Shards
 from zgraph.program.program import InputRole
 from zgraph.ranks.rng import random_states, restored
 from zgraph.runtime.step_votes import StepVotes

@@ -7,7 +7,7 @@ import weakref
 
 from torch import nn
 
-from zgraph.parameters.sharding import local_of
+from zgraph.torch_compat.dtensors import local_of
 
 _compiled: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()  # by id
 _WORTH_COLLECTING = 2**20  # bytes of weights for which a run of Python's garbage collector pays (0.2 s)

@@ -17,7 +17,7 @@ import torch
 from zgraph.codegen.update_chunks import UpdateExecutable
 from zgraph.errors import PlanError
 from zgraph.offload.run_transfers import apart
-from zgraph.parameters.sharding import Shards
+from zgraph.parameters.shards import Shards
 from zgraph.program import collectives
 from zgraph.program.node import info
 from zgraph.ranks import progress

@@ -5,7 +5,7 @@ are loaded.
 from __future__ import annotations
 
 from zgraph.errors import StepError
-from zgraph.parameters.sharding import Shards
+from zgraph.parameters.shards import Shards
 
 
 class FailedUpdates:

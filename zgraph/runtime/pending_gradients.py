@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import DTensor
 
-from zgraph.parameters.sharding import Shards
+from zgraph.parameters.shards import Shards
 from zgraph.torch_compat import tensor_hooks
 
 

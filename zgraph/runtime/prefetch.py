@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zgraph.parameters.sharding import Shards, differ
+from zgraph.parameters.shards import Shards
 from zgraph.parameters.staleness import Staleness
+from zgraph.parameters.tensor_bits import differ
 from zgraph.ranks import progress
 from zgraph.ranks.agreement import Agreement
 from zgraph.torch_compat import autograd_state, tensor_storage

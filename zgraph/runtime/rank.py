@@ -20,7 +20,8 @@ from zgraph.build.stored_programs import stored_programs
 from zgraph.build.update_program import away_bytes, shares_of
 from zgraph.errors import ModelError, OffloadError
 from zgraph.offload.run_transfers import Tiers
-from zgraph.parameters.sharding import Shards, still_unset
+from zgraph.parameters.meta_init import still_unset
+from zgraph.parameters.shards import Shards
 from zgraph.passes.analysis.costs import Costs
 from zgraph.plan.plan import Plan
 from zgraph.program.program import DATA_DIMS, ParamSpec

@@ -29,7 +29,8 @@ from zgraph.capture.symbolic_capture import SymbolicSizes
 from zgraph.codegen.executable import Executable
 from zgraph.codegen.port_bindings import Sources
 from zgraph.errors import SignatureError
-from zgraph.parameters.sharding import Shards, Sums, with_requires_grad
+from zgraph.parameters.layout import with_requires_grad
+from zgraph.parameters.shards import Shards, Sums
 from zgraph.plan.plan import Plan
 from zgraph.plan.shapes import buckets_of
 from zgraph.program.program import InputRole, OutputRole, ParamSpec

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from zgraph.build.step_program import Entry, StepProgram
-from zgraph.parameters.sharding import fingerprint
+from zgraph.parameters.tensor_bits import fingerprint
 from zgraph.plan.plan import Plan
 from zgraph.program.digest import digest, node_digests
 from zgraph.program.program import DATA_DIMS, TEAM_DIMS, InputRole, Program

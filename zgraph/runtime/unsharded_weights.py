@@ -6,8 +6,9 @@ from collections.abc import Iterable
 
 import torch
 
-from zgraph.parameters.sharding import Shards, words_of
+from zgraph.parameters.shards import Shards
 from zgraph.parameters.staleness import Staleness
+from zgraph.parameters.tensor_bits import words_of
 
 
 class UnshardedWeights:

@@ -20,8 +20,10 @@ from zgraph.capture.former_storages import former_storages
 from zgraph.capture.tensor_parallel_layout import divided_layout
 from zgraph.errors import ModelError, PlanError
 from zgraph.machine.measured_costs import agreed_costs, at_disk_rate
+from zgraph.parameters.layout import with_requires_grad
 from zgraph.parameters.mixed_precision import prepare
-from zgraph.parameters.sharding import Shards, shard, with_requires_grad
+from zgraph.parameters.shard_module import shard
+from zgraph.parameters.shards import Shards
 from zgraph.passes.stages.cut_points import assign
 from zgraph.passes.stages.cut_stages import Stages
 from zgraph.passes.stages.stage_costs import balance

@@ -21,7 +21,9 @@ from zgraph.capture.former_storages import former_storages
 from zgraph.capture.symbolic_capture import SymbolicSizes
 from zgraph.capture.tensor_parallel_layout import as_divided
 from zgraph.errors import CaptureError, PlanError, RankMismatchError, StepError, UnsupportedError
-from zgraph.parameters.sharding import Shards, fingerprint, local_of, with_requires_grad
+from zgraph.parameters.layout import with_requires_grad
+from zgraph.parameters.shards import Shards
+from zgraph.parameters.tensor_bits import fingerprint
 from zgraph.plan.pipeline_schedules.actions import Kind
 from zgraph.plan.pipeline_schedules.schedule import Schedule
 from zgraph.plan.plan import Plan
@@ -39,6 +41,7 @@ from zgraph.stages.stage_programs import Capture, Partition, RankStages, Staged,
 from zgraph.stages.stage_tasks import stage_tasks
 from zgraph.stages.whole_model import WholeModel
 from zgraph.stages.worker import Worker
+from zgraph.torch_compat.dtensors import local_of
 from zgraph.update.hyperparameters import UPDATE_HINT, Hyperparameters, compare_tied, compare_updates
 from zgraph.update.owned_parameters import check_collective_order, meetings
 

@@ -16,7 +16,7 @@ from zgraph.capture.cache_key import batch_size, signature
 from zgraph.capture.capture import Trace, trace
 from zgraph.capture.ignored_targets import LossesSeen
 from zgraph.capture.symbolic_capture import SymbolicSizes
-from zgraph.parameters.sharding import with_requires_grad
+from zgraph.parameters.layout import with_requires_grad
 from zgraph.plan.plan import Plan
 from zgraph.program.program import STAGE_DIM, ParamSpec
 from zgraph.ranks.agreement import Agreement

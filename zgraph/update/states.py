@@ -16,7 +16,8 @@ import torch
 
 from zgraph.errors import StepError
 from zgraph.offload.run_transfers import Tier
-from zgraph.parameters.sharding import Shards, row_by_row
+from zgraph.parameters.layout import row_by_row
+from zgraph.parameters.shards import Shards
 from zgraph.update import scaler
 from zgraph.update.build_update import AHEAD, EMA, MASTER, NONFINITE, UpdateOptions, state_bytes_of, states_of
 from zgraph.update.optimizer import PlanOptimizer, copy_state

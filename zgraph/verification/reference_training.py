@@ -17,8 +17,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from zgraph.build.update_program import trained
+from zgraph.parameters.layout import planned_layout
 from zgraph.parameters.mixed_precision import check, prepare
-from zgraph.parameters.sharding import planned_layout
 from zgraph.plan.offloading import Offload
 from zgraph.plan.plan import Plan
 from zgraph.program.program import InputRole, OutputRole, ParamSpec

@@ -43,8 +43,8 @@ from zgraph.capture.tensor_parallel_layout import divided_layout
 from zgraph.capture.value_inputs import declared_values, with_values
 from zgraph.codegen.partition import Parts
 from zgraph.errors import ModelError, SignatureError
+from zgraph.parameters.layout import planned_layout
 from zgraph.parameters.mixed_precision import check, prepare
-from zgraph.parameters.sharding import planned_layout
 from zgraph.plan.plan import Plan
 from zgraph.plan.shapes import values_in
 from zgraph.program.node import tensor

@@ -18,7 +18,7 @@ from zgraph.checkpoint import pretrained
 from zgraph.checkpoint.pretrained import View
 from zgraph.checkpoint.source import MODEL, Block, Source, TensorInfo
 from zgraph.errors import CheckpointError
-from zgraph.parameters.sharding import row_by_row
+from zgraph.parameters.layout import row_by_row
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Shards the parameters of the user's own module: layouts, cutting, and initialising a model on the meta device.
+"""Shards: the parameters of a compiled module, each a part of the user's own.
 
 A sharded parameter is a plain `DTensor` under its own name, `Shard(0)` as torch cuts (uneven sizes included). Its local
 tensor is a view of a buffer padded to the rows that every rank has, so programs are the same on every rank.
@@ -6,11 +6,8 @@ tensor is a view of a buffer padded to the rows that every rank has, so programs
 
 from __future__ import annotations
 
-import hashlib
-import logging
-import math
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,134 +19,18 @@ from torch.distributed.tensor.placement_types import Placement
 from zgraph.capture.former_storages import former_storages
 from zgraph.errors import ModelError, UnsupportedError
 from zgraph.offload.host_gradients import Away, storage_of
-from zgraph.parameters.mixed_precision import stays_fp32, with_precision
+from zgraph.parameters.layout import row_by_row
 from zgraph.parameters.optimizer_steps import count_steps_on, steps_on, watch_optimizers
 from zgraph.parameters.replaced_parameters import replaced
-from zgraph.plan.precision import Precision
+from zgraph.parameters.tensor_bits import differ, words_of
 from zgraph.program.program import DATA_DIMS, ParamSpec
-from zgraph.program.tolerance import bits
 from zgraph.torch_compat import dtensors
+from zgraph.torch_compat.dtensors import local_of
 from zgraph.torch_compat.modules import Registered, registered
 from zgraph.torch_compat.tensor_hooks import has_hooks
 
 if TYPE_CHECKING:
     from zgraph.offload.run_transfers import Tier
-    from zgraph.plan.plan import Plan
-
-logger = logging.getLogger(__name__)
-
-
-def layout(
-    module: nn.Module,
-    mesh: dict[str, int],
-    zero: int,
-    persistence_threshold: int,
-    precision: Precision | None = None,
-    home: str | None = None,
-    least_bytes: int = 0,
-) -> dict[str, ParamSpec]:
-    """Return each parameter's layout by name (a tied one under its first name): its division over ranks, dtypes and
-    tier.
-
-    Scalars, empty parameters and those with fewer than `persistence_threshold` elements stay whole. Parts of at least
-    `least_bytes` are stored in `home`.
-    """
-    precision = precision or Precision()
-    ranks = mesh.get("dp", 1)
-    stays = stays_fp32(module, precision)
-    specs: dict[str, ParamSpec] = {}
-    for name, param in module.named_parameters():
-        if isinstance(param, (nn.UninitializedParameter, nn.UninitializedBuffer)):
-            raise UnsupportedError(
-                f"parameter {name!r} has no shape yet",
-                why="the model has lazy modules",
-                hint="run the model once before compiling it",
-            )
-        if param.layout is not torch.strided:
-            raise UnsupportedError(
-                f"parameter {name!r} is sparse",
-                why=f"its layout is {str(param.layout).removeprefix('torch.')}, and shards are rows of strided tensors",
-                hint="make it dense (.to_dense()), or keep the sparse tensor outside of the model",
-            )
-        spec = ParamSpec(name, tuple(param.shape), _dense_stride(param, name), param.dtype, param.requires_grad)
-        spec = with_precision(spec, precision, stays)
-        sharded = zero > 0 and ranks > 1 and param.dim() > 0 and param.numel() >= max(1, persistence_threshold)
-        spec = spec.sharded("dp", ranks) if sharded else spec
-        part = math.prod(spec.shard_shape) * spec.dtype.itemsize
-        specs[name] = replace(spec, home=home, grad_home=home) if part and part >= least_bytes else spec
-    return specs
-
-
-def planned_layout(module: nn.Module, mesh: dict[str, int], plan: Plan) -> dict[str, ParamSpec]:
-    """Return the layout of a plan, on a mesh of these sizes."""
-    home, precision = plan.offload.tier("parameters"), plan.resolved_precision()
-    return layout(module, mesh, plan.zero, plan.param_persistence_threshold, precision, home, plan.offload.least_bytes)
-
-
-def _dense_stride(param: torch.Tensor, name: str) -> tuple[int, ...]:
-    """Return the strides of the whole parameter in programs: its own if its rows follow each other densely in memory,
-    else contiguous ones.
-    """
-    stride = param.stride()
-    order = sorted(range(param.dim()), key=lambda d: (-stride[d], d))
-    expected, ok = 1, True
-    for d in reversed(order):
-        ok = ok and (param.shape[d] == 1 or stride[d] == expected)
-        expected *= param.shape[d]
-    if ok and (not order or order[0] == 0 or param.shape[0] == 1 or param.numel() == 0):
-        return tuple(stride)
-    logger.info("parameter %s is stored row by row from now on (its memory format was %s)", name, list(stride))
-    return row_by_row(param.shape)
-
-
-def row_by_row(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor of this shape."""
-    return tuple(torch.empty(tuple(shape), device="meta").stride())
-
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local part of a DTensor, below autograd; another tensor as it is."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def detached(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor.detach()`, for a DTensor in a tenth of the time."""
-    if isinstance(tensor, DTensor):
-        return dtensors.dtensor(tensor._local_tensor.detach(), tensor._spec)
-    return tensor.detach()
-
-
-def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an integer hash of a tensor's bits: exact in any order of summation, and sensitive to moved values."""
-    tensor = bits(tensor)
-    total = torch.sum(tensor, dtype=torch.int64)
-    for dim in range(tensor.dim() if tensor.numel() else 0):
-        along = (
-            tensor.sum([d for d in range(tensor.dim()) if d != dim], dtype=torch.int64)
-            if tensor.dim() > 1
-            else tensor.long()
-        )
-        total = total * 31 + (along * torch.arange(1, along.numel() + 1, device=tensor.device)).sum()
-    return total.cpu()
-
-
-def differ(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return whether two tensors of one shape and dtype differ in any bit: a 0-dim bool, on their device."""
-    one, other = bits(one.detach()), bits(other.detach())
-    if one.device.type != "cpu":
-        return (one != other).any()
-    words = [t.reshape(-1) for t in (one, other)]
-    if all(t.nbytes % 8 == 0 and t.data_ptr() % 8 == 0 for t in words):  # (takes a third of the time)
-        words = [t.view(torch.int64) for t in words]
-    return torch.tensor(not torch.equal(*words))
-
-
-def words_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's bits as integers: of 64 bits, if it is large and they fit."""
-    found = bits(tensor.detach())
-    if found.nbytes % 8 == 0 and found.nbytes > 4096 and found.is_contiguous():
-        return found.view(-1).view(torch.int64)
-    return found
 
 
 @dataclass
@@ -180,7 +61,9 @@ class Shards:
     # the module's parameters, as they were last looked up
     _params: dict[str, nn.Parameter] = field(default_factory=dict)
     _updates: dict[str, int] = field(default_factory=dict)  # how often programs have written each parameter
-    _homes: dict[str, int] = field(default_factory=dict)  # addresses of whole parameters that are stored in `home`
+    _tier_addresses: dict[str, int] = field(
+        default_factory=dict
+    )  # addresses of whole parameters that are stored in `home`
     _places: dict[str, int] = field(default_factory=dict)  # this rank's position, by mesh dimension
     # DTensor layouts of gradients, by (name, dtype, whether it is partial)
     _layouts: dict[tuple[str, torch.dtype, bool], Any] = field(default_factory=dict)
@@ -256,7 +139,7 @@ class Shards:
 
     def local(self, name: str) -> torch.Tensor:
         """Return what a program takes for a parameter: its padded shard, or the whole if it is not sharded."""
-        mine = self._mine(name)
+        mine = self._local_rows(name)
         padded = self.buffers.get(name)
         if padded is None or mine.numel() == padded.numel():
             return mine
@@ -265,7 +148,7 @@ class Shards:
             padded[: mine.shape[0]].copy_(mine)
         return padded
 
-    def _mine(self, name: str) -> torch.Tensor:
+    def _local_rows(self, name: str) -> torch.Tensor:
         """Return this rank's rows of a parameter, without padding; a write to them writes to the parameter."""
         param = self._params[name]
         return local_of(param).detach()
@@ -332,7 +215,9 @@ class Shards:
         current shard.
         """
         found = (
-            differ(mine, self._mine(n).to(mine.dtype)) for n, v in whole.items() if (mine := self.mine_of(n, v)).numel()
+            differ(mine, self._local_rows(n).to(mine.dtype))
+            for n, v in whole.items()
+            if (mine := self.mine_of(n, v)).numel()
         )
         return list(found)
 
@@ -470,7 +355,7 @@ class Shards:
             for table, key in owners(self.module, old):
                 table[key] = fresh
             self._params[name] = fresh
-        self._come_home(name)
+        self._move_to_tier(name)
         memory.forget_if_there(name, fresh)
         return fresh
 
@@ -478,7 +363,7 @@ class Shards:
         """Return this rank's part of a whole parameter, as a parameter."""
         spec = self.specs[name]
         part = self._divided(spec, whole.detach())
-        local = _restrided(part.clone(), spec.stride) if spec.shard_dim is None else self._cut(name, part)
+        local = _restrided(part.clone(), spec.stride) if spec.shard_dim is None else self._cut_rows(name, part)
         with torch.no_grad():
             sharded = DTensor.from_local(
                 local,
@@ -514,7 +399,7 @@ class Shards:
         for name, param in other.params().items():
             if isinstance(param, DTensor) and name in self.buffers:
                 held = self.buffers[name]
-                padded = self._away(self.specs[name], held)
+                padded = self._copy_in_tier(self.specs[name], held)
                 padded = held.clone() if padded is held else padded
                 rows = param._local_tensor.shape[0]
                 padded[:rows].copy_(param._local_tensor)
@@ -529,21 +414,21 @@ class Shards:
         """
         if self.home is not None:
             for name in self._params:
-                self._come_home(name)
+                self._move_to_tier(name)
 
-    def _come_home(self, name: str) -> None:
+    def _move_to_tier(self, name: str) -> None:
         spec, param = self.specs[name], self._params[name]
         if spec.home is None or name in self.buffers or param.is_meta:
             return
-        mine = self._mine(name)
-        if self._homes.get(name) == mine.data_ptr():
+        mine = self._local_rows(name)
+        if self._tier_addresses.get(name) == mine.data_ptr():
             return
-        away = self._away(spec, mine)
+        away = self._copy_in_tier(spec, mine)
         if isinstance(param, DTensor):
             param._local_tensor = away
         else:
             param.data = away
-        self._homes[name] = away.data_ptr()
+        self._tier_addresses[name] = away.data_ptr()
 
     def _divided(self, spec: ParamSpec, whole: torch.Tensor) -> torch.Tensor:
         """Return the part of a whole parameter that this rank computes with under tensor parallelism."""
@@ -552,23 +437,23 @@ class Shards:
         assert self.mesh is not None
         return spec.division.part(whole, self.mesh.get_local_rank(spec.division.mesh_dim))
 
-    def _cut(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+    def _cut_rows(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         spec = self.specs[name]
         rows, first = self.rows(spec), spec.rows * self.index(spec)
         order = [0, *sorted(range(1, len(spec.shape)), key=lambda d: (-spec.stride[d], d))]
         shape = [spec.shard_shape[d] for d in order]
-        padded = self._room(spec, shape, whole).permute([order.index(d) for d in range(len(order))])
+        padded = self._zeros_in_tier(spec, shape, whole).permute([order.index(d) for d in range(len(order))])
         padded[:rows].copy_(whole[first : first + rows])
         self.buffers[name] = padded
         return padded[:rows]
 
-    def _room(self, spec: ParamSpec, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    def _zeros_in_tier(self, spec: ParamSpec, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
         """Return contiguous zeros in a parameter's tier, or on the device of `like`."""
         if spec.home is None or self.home is None:
             return like.new_zeros(tuple(shape))
         return self.home.tensor(shape, row_by_row(shape), like.dtype).zero_()
 
-    def _away(self, spec: ParamSpec, whole: torch.Tensor) -> torch.Tensor:
+    def _copy_in_tier(self, spec: ParamSpec, whole: torch.Tensor) -> torch.Tensor:
         """Return a copy of a whole parameter in its tier; itself if it has none."""
         if spec.home is None or self.home is None:
             return whole
@@ -581,24 +466,6 @@ def _placement(spec: ParamSpec, dim: str) -> Placement:
     if spec.division is not None and dim == spec.division.mesh_dim:
         return Shard(spec.division.dim)
     return Replicate()
-
-
-def _parameter_mesh(mesh: DeviceMesh | None, specs: dict[str, ParamSpec]) -> DeviceMesh | None:
-    """Return the mesh that parameters are sharded over. A dimension of tensor parallelism comes first, since its parts
-    are sharded over the others. (A `DTensor` is cut by its mesh's dimensions in order; so plain `Shard`s describe it.)
-    """
-    first = {s.division.mesh_dim for s in specs.values() if s.division is not None}
-    names = (mesh.mesh_dim_names or ()) if mesh is not None else ()
-    order = sorted(range(len(names)), key=lambda i: names[i] not in first)
-    if mesh is None or order == sorted(order):
-        return mesh
-    groups = [mesh.get_group(names[i]) for i in order]
-    return DeviceMesh.from_group(
-        groups,
-        mesh.device_type,
-        mesh=mesh.mesh.permute(order).contiguous(),
-        mesh_dim_names=tuple(names[i] for i in order),
-    )
 
 
 def _restrided(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
@@ -626,157 +493,3 @@ def owners(module: nn.Module, param: torch.Tensor) -> list[tuple[dict[str, Any],
         for key, held in child._parameters.items()
         if held is param
     ]
-
-
-def shard(
-    module: nn.Module,
-    specs: dict[str, ParamSpec],
-    mesh: DeviceMesh | None,
-    device: torch.device,
-    seed: int,
-    home: Tier | None = None,
-    own: Collection[str] | None = None,
-) -> Shards:
-    """Replace each parameter by its shard, one parameter (on the meta device: one module) at a time. In a pipeline
-    `own` are the parameters of this rank; the others go to the meta device.
-    """
-    shards = Shards(module, specs, _parameter_mesh(mesh, specs), home=home)
-    shards.look_up()
-    elsewhere = shards.elsewhere = frozenset() if own is None else frozenset(specs) - frozenset(own)
-    for name in elsewhere:
-        shards.drop_to_meta(name)
-    _materialise(shards, device, seed, elsewhere)
-    for name, param in list(shards.params().items()):
-        if name not in elsewhere and not isinstance(param, DTensor):
-            shards.install(name, param.detach())
-    return shards
-
-
-# -- the meta device ------------------------------------------------------------------------------------------------
-def _materialise(shards: Shards, device: torch.device, seed: int, elsewhere: Collection[str]) -> None:
-    """Initialise tensors on the meta device through each module's own initialisation, and keep only shards.
-
-    Every module is initialised whole on every rank, from a seed of its own, so the values depend neither on the world
-    size nor on the order of modules; the whole tensors live only until they are cut.
-    """
-    root = shards.module
-    names = {id(p): n for n, p in shards.params().items()}
-    own_init = getattr(root, "_init_weights", None)
-    scratch = _Scratch(device) if shards.mesh is not None else None  # (without a mesh the whole tensor stays)
-    for path, child in root.named_modules():
-        params = {k: p for k, p in child._parameters.items() if p is not None and (p.is_meta or isinstance(p, DTensor))}
-        if (
-            params
-            and all(names.get(id(p)) in elsewhere for p in params.values())  # (no name: tied, and replaced already)
-            and not any(b is not None and b.is_meta for b in child._buffers.values())
-        ):
-            continue
-        buffers = {k: b for k, b in child._buffers.items() if b is not None and b.is_meta}
-        if not buffers and not any(p.is_meta for p in params.values()):
-            continue
-        if scratch is not None:
-            scratch.reserve(sum(_padded_bytes(p) for p in params.values()))
-        for key, param in params.items():
-            made = (
-                scratch.take(param)
-                if scratch is not None
-                else torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=device)
-            )
-            child._parameters[key] = nn.Parameter(made.fill_(_sentinel(made.dtype)), requires_grad=param.requires_grad)
-            del made
-        for key, buffer in buffers.items():
-            child._buffers[key] = _unset(buffer, device)
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
-            torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed}/{path}".encode()).digest()[:7], "little"))
-            if callable(getattr(child, "reset_parameters", None)):
-                child.reset_parameters()
-            if callable(own_init):
-                own_init(child)
-        for key, old in params.items():
-            whole = child._parameters[key]
-            child._parameters[key] = old
-            assert whole is not None
-            if isinstance(old, DTensor) or names[id(old)] in elsewhere:
-                continue  # (tied to a parameter that has its values, or stored by another stage)
-            if _is_unset(whole.detach()):
-                shards.pending.add(names[id(old)])
-            shards.install(names[id(old)], whole.detach())
-        for key in buffers:
-            held = child._buffers[key]
-            if held is not None and _is_unset(held):
-                name = f"{path}.{key}" if path else key
-                if key in child._non_persistent_buffers_set:
-                    raise ModelError(
-                        f"buffer {name!r} of a model on the meta device can't be given its values",
-                        why=f"{type(child).__name__} has no reset_parameters that sets it, and checkpoints don't hold it",
-                        hint="let reset_parameters set it, or build the model on a real device",
-                    )
-                shards.pending.add(name)
-
-
-class _Scratch:
-    """Memory for one module's whole parameters, reused for the next module's.
-
-    Allocated and freed in turn with the shards that stay, wholes would leave a heap of holes: glibc kept 1.3 GB where
-    0.2 GB of shards were left (tests/parameters/test_meta.py).
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._bytes = torch.empty(0, dtype=torch.uint8, device=device)
-        self._used = 0
-
-    def reserve(self, nbytes: int) -> None:
-        """Start again, with room for `nbytes`."""
-        self._used = 0
-        if not nbytes <= self._bytes.numel() <= 4 * nbytes:
-            device = self._bytes.device
-            del self._bytes
-            self._bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
-
-    def take(self, like: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of this type and layout, uninitialised."""
-        room = self._bytes[self._used : self._used + like.numel() * like.element_size()]
-        self._used += _padded_bytes(like)
-        return room.view(like.dtype).as_strided(like.shape, like.stride(), room.storage_offset() // like.element_size())
-
-
-def _padded_bytes(tensor: torch.Tensor) -> int:
-    return -(-tensor.numel() * tensor.element_size() // 64) * 64
-
-
-def _unset(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a real tensor of this type, filled with a value that means "not initialised"."""
-    made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
-    return made.fill_(_sentinel(like.dtype))
-
-
-def _sentinel(dtype: torch.dtype) -> Any:
-    if dtype.is_floating_point or dtype.is_complex:
-        return float("nan")
-    return False if dtype is torch.bool else torch.iinfo(dtype).min
-
-
-def _is_unset(tensor: torch.Tensor) -> bool:
-    if tensor.dtype is torch.bool or not tensor.numel():
-        return False
-    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-        return bool(torch.isnan(tensor.sum()))  # (one number, and no mask of the tensor's size)
-    return bool((tensor.min() == _sentinel(tensor.dtype)).item())
-
-
-def still_unset(shards: Shards) -> Iterator[str]:
-    """Yield the pending names whose values have not been loaded yet."""
-    tensors = {**dict(shards.module.named_buffers()), **shards.params()}
-    for name in sorted(shards.pending):
-        held = tensors[name]
-        local = local_of(held)
-        if _is_unset(local.detach()):
-            yield name
-
-
-def with_requires_grad(specs: dict[str, ParamSpec], params: dict[str, nn.Parameter]) -> dict[str, ParamSpec]:
-    """Return the layouts with `requires_grad` as it is now."""
-    return {
-        n: s if s.requires_grad == params[n].requires_grad else replace(s, requires_grad=params[n].requires_grad)
-        for n, s in specs.items()
-    }

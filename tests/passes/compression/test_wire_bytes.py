@@ -18,7 +18,7 @@ from zgraph.build.planned_step import programs
 from zgraph.passes.analysis.parameter_collectives import gathers_of
 from zgraph.program.block_quantization import bytes_of
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 OPTIONS = [
     {},
     {"gather": "bf16", "reduce": "bf16"},
