@@ -135,7 +135,7 @@ def gpt_case(args: argparse.Namespace, where: str) -> dict[str, Any]:
 def steps(model: Any, batches: list[Any], bare: Raw | None = None) -> dict[str, Any]:
     """Train on these batches: losses, the measured and the forecast peak, what a step moved and was to move, and what the `bare`
     disk did before and after each update."""
-    from zgraph.passes.analysis.memory import memory_of
+    from zgraph.passes.analysis.live_memory import memory_of
     from zgraph.passes.analysis.simulator import simulate
 
     runtime = model.zgraph.runtime

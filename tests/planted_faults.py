@@ -260,7 +260,7 @@ FAULTS: tuple[Fault, ...] = (
         "buffers that differ between ranks stay different",
         "{**dict(model.named_parameters()), **dict(model.named_buffers())}\n    tensors = {n",
         "{**dict(model.named_parameters())}\n    tensors = {n",
-        ("tests/ranks/test_same_on_all_ranks.py::test_buffers_that_differ_become_those_of_rank_0",),
+        ("tests/ranks/test_rank_votes.py::test_buffers_that_differ_become_those_of_rank_0",),
     ),
     Fault(
         "learning-rates-differ",

@@ -148,7 +148,7 @@ _LAZY = {
 
 
 # Modules that were at the top of the package before, by the names that documents use.
-_MODULES = {"allocations": "zgraph.runtime.allocations", "symbolic": "zgraph.forecast.symbolic"}
+_MODULES = {"allocations": "zgraph.runtime.allocations", "symbolic": "zgraph.forecast.make_symbolic_forecast"}
 
 
 def __getattr__(name: str) -> Any:

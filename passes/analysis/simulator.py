@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from zgraph.passes.analysis.costs import Costs, on_host, size_of, tier_of
-from zgraph.passes.analysis.memory import memory_of
+from zgraph.passes.analysis.live_memory import memory_of
 from zgraph.passes.analysis.timeline import COMPUTE, HOST, LINK, Span, Timeline
 from zgraph.program import collectives, transfers_to_host
 from zgraph.program.groups import ranks_in

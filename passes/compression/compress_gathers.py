@@ -10,7 +10,7 @@ sent, too. Parameters that have no more bits than the format, and those that `ex
 from __future__ import annotations
 
 from zgraph.passes.analysis.parameter_collectives import gathers_of
-from zgraph.passes.compression.quantized_transfer import CompressOptions, QuantizedTransfer
+from zgraph.passes.compression.quantize_transfers import CompressOptions, QuantizedTransfer
 from zgraph.passes.contract import graph_pass
 from zgraph.program import collectives
 from zgraph.program.program import Fact, Program

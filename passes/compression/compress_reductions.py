@@ -16,7 +16,7 @@ all-reduce whose second half would cost more latency than it saves.
 from __future__ import annotations
 
 from zgraph.passes.analysis.parameter_collectives import ParameterCollective, reductions_of
-from zgraph.passes.compression.quantized_transfer import CompressOptions, QuantizedTransfer
+from zgraph.passes.compression.quantize_transfers import CompressOptions, QuantizedTransfer
 from zgraph.passes.contract import graph_pass
 from zgraph.program import collectives
 from zgraph.program.program import Fact, Program

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from zgraph.passes.analysis.costs import Costs
-from zgraph.passes.analysis.memory import memory_of
+from zgraph.passes.analysis.live_memory import memory_of
 from zgraph.passes.analysis.parameter_collectives import ParameterCollective, gathers_of, reductions_of
 from zgraph.program import collectives
 from zgraph.program.aliases import is_view

@@ -25,7 +25,7 @@ from zgraph.codegen.partition import split
 from zgraph.errors import LoweringError
 from zgraph.passes import graph_pass
 from zgraph.passes.analysis.costs import size_of
-from zgraph.passes.analysis.memory import memory_of
+from zgraph.passes.analysis.live_memory import memory_of
 from zgraph.program import collectives
 from zgraph.program.node import Phase, Role, info
 from zgraph.program.program import InputRole, Program

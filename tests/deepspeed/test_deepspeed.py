@@ -4,7 +4,7 @@ import pytest
 
 import zgraph
 from zgraph.build.pass_pipeline import build
-from zgraph.deepspeed.config import communication, offloading
+from zgraph.deepspeed.config_sections import communication, offloading
 from zgraph.errors import PlanError
 
 SECTION = {

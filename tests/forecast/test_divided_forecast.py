@@ -16,8 +16,8 @@ from zgraph.build.what_if import step_by
 from zgraph.cli.app import app
 from zgraph.cli.dump import rank_place
 from zgraph.errors import PlanError
+from zgraph.forecast.make_symbolic_forecast import symbolic_forecast
 from zgraph.forecast.stages import forecast_pipeline
-from zgraph.forecast.symbolic import symbolic_forecast
 from zgraph.inspection import bundle
 from zgraph.inspection.compare_plans import evaluate
 from zgraph.inspection.explain import explain

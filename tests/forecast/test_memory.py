@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import zgraph
 from zgraph.build.planned_step import programs
 from zgraph.passes.analysis.fusion import sources
-from zgraph.passes.analysis.memory import memory_of
+from zgraph.passes.analysis.live_memory import memory_of
 from zgraph.runtime.memory import COMPILING, StepMemory, table
 
 ONE = {"mesh": {"dp": 1}, "zero": 0}

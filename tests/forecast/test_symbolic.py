@@ -19,9 +19,9 @@ from zgraph.build.planned_step import programs
 from zgraph.build.update_program import resident_of
 from zgraph.cli.app import app
 from zgraph.errors import MeshError, PlanError, SymbolicError
-from zgraph.forecast.formulas import SymbolicForecast
+from zgraph.forecast.make_symbolic_forecast import symbolic_forecast
 from zgraph.forecast.several_sizes import Point, Polynomials, SizedInputs, batches, lengths
-from zgraph.forecast.symbolic import symbolic_forecast
+from zgraph.forecast.symbolic_forecast import SymbolicForecast
 from zgraph.passes.analysis.costs import KNOWN, Costs, Hardware, Link
 from zgraph.passes.analysis.simulator import simulate
 from zgraph.plan.communication import Bucket

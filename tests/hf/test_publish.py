@@ -32,7 +32,7 @@ from zgraph.checkpoint.detect_format import open_checkpoint
 from zgraph.checkpoint.pretrained import View
 from zgraph.checkpoint.source import Block
 from zgraph.checkpoint.write_pretrained import export
-from zgraph.deepspeed.config import publishing as of_deepspeed
+from zgraph.deepspeed.config_sections import publishing as of_deepspeed
 from zgraph.errors import CheckpointError, PlanError, StepError, UnsupportedError
 
 LOW = {"precision": "bf16", "numerics": "deepspeed"}

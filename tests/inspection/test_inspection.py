@@ -36,7 +36,7 @@ from zgraph.inspection.make_inspection import of_model
 from zgraph.inspection.memory import parse_bound, peak_of
 from zgraph.inspection.memory_viz import pickle_of, snapshot_of
 from zgraph.inspection.trace import first_reader, trace_of
-from zgraph.passes.analysis.memory import memory_of
+from zgraph.passes.analysis.live_memory import memory_of
 from zgraph.program import collectives
 from zgraph.program.node import Role, info
 from zgraph.program.serialize import from_json, to_json

@@ -29,7 +29,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import zgraph
-from zgraph.deepspeed.config import elastic
+from zgraph.deepspeed.config_sections import elastic
 from zgraph.errors import MeshError, PlanError, StepError
 from zgraph.plan import elasticity
 from zgraph.plan.elasticity import divisors

@@ -26,7 +26,7 @@ from zgraph.parameters.layout import layout
 from zgraph.parameters.shard_module import shard
 from zgraph.passes import verify_program
 from zgraph.passes.analysis.costs import CPU, Costs
-from zgraph.passes.analysis.memory import memory_of
+from zgraph.passes.analysis.live_memory import memory_of
 from zgraph.passes.analysis.simulator import simulate
 from zgraph.program import transfers_to_host
 from zgraph.program.aliases import root_of

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import zgraph
-from zgraph.build import resolve_offload
+from zgraph.build import resolve_auto_offload
 from zgraph.build.planned_step import planned_step, update_program
-from zgraph.build.resolve_offload import placed
+from zgraph.build.resolve_auto_offload import placed
 from zgraph.errors import OffloadError, PlanError
 from zgraph.plan.offloading import KINDS
 from zgraph.program.node import info
@@ -84,7 +84,7 @@ def test_a_budget_may_use_the_memory_of_a_host_that_is_not_the_device(tmp_path):
 
 
 def test_a_host_without_room_is_not_used(tmp_path, monkeypatch):
-    monkeypatch.setattr(resolve_offload, "host_free", lambda: 4 * MIB)
+    monkeypatch.setattr(resolve_auto_offload, "host_free", lambda: 4 * MIB)
     assert places(DEVICE, memory_budget="64MiB") == ("none",) * 3
     disk = f"nvme:{tmp_path}"
     assert places(DEVICE, memory_budget="64MiB", offload=auto(tmp_path)) == (disk, disk, "none")

@@ -102,9 +102,9 @@ def test_every_name_that_the_documentation_shows_is_there_without_another_import
 @pytest.mark.slow
 def test_a_module_of_zgraphs_is_there_in_a_fresh_process():
     lines = "import zgraph; zgraph.deepspeed; zgraph.symbolic; zgraph.allocations; zgraph.checkpoint"
-    assert loaded_by(lines, "zgraph.deepspeed.config", "zgraph.forecast.symbolic") == [
-        "zgraph.deepspeed.config",
-        "zgraph.forecast.symbolic",
+    assert loaded_by(lines, "zgraph.deepspeed.config_sections", "zgraph.forecast.make_symbolic_forecast") == [
+        "zgraph.deepspeed.config_sections",
+        "zgraph.forecast.make_symbolic_forecast",
     ]
 
 

@@ -24,7 +24,7 @@ from torch import nn
 import zgraph
 from zgraph.errors import PlanError, SignatureError, SizeError, VerifyError, ZgraphError
 from zgraph.passes import verify_program
-from zgraph.passes.analysis.memory import memory_of
+from zgraph.passes.analysis.live_memory import memory_of
 from zgraph.program.printer import render
 from zgraph.program.program import InputRole
 from zgraph.program.serialize import from_json, to_json

@@ -16,9 +16,9 @@ from zgraph import AdamW
 from zgraph.build.planned_step import planned_step, programs
 from zgraph.cli.app import app
 from zgraph.errors import PlanError
+from zgraph.forecast.make_symbolic_forecast import symbolic_forecast
 from zgraph.forecast.pipeline_plan import planned_stages
 from zgraph.forecast.stages import PipelineForecast, forecast_of, forecast_pipeline, micro_batch
-from zgraph.forecast.symbolic import symbolic_forecast
 from zgraph.inspection.compare_plans import evaluate
 from zgraph.inspection.make_inspection import of_stage
 from zgraph.inspection.memory import peak_of

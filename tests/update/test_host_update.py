@@ -16,7 +16,7 @@ from zgraph.build.update_program import whole_update
 from zgraph.parameters.layout import planned_layout
 from zgraph.passes import verify_program
 from zgraph.passes.analysis.costs import H100, Costs
-from zgraph.passes.analysis.memory import memory_of
+from zgraph.passes.analysis.live_memory import memory_of
 from zgraph.passes.analysis.simulator import simulate
 from zgraph.passes.update.group_updates import groups_of
 from zgraph.plan.offloading import KINDS

@@ -40,15 +40,9 @@ from zgraph.program.serialize import from_json, to_json
 from zgraph.update import scaler
 from zgraph.update.build_update import UpdateOptions, scalar_names, states_of
 from zgraph.update.optimizer import PlanOptimizer
-from zgraph.update.owned_parameters import (
-    OwnedParameters,
-    check_collective_order,
-    held_at,
-    meetings,
-    mesh_of,
-    specs_here,
-)
+from zgraph.update.owned_parameters import OwnedParameters, held_at, mesh_of, specs_here
 from zgraph.update.parameter_groups import Member, members_of
+from zgraph.update.shared_collectives import check_collective_order, shared_collectives
 from zgraph.verification.virtual_ranks import coordinates, group_ranks, run_virtual
 
 ROUNDING = 1e-6  # a norm summed in another order, in float32 (6e-8 a number)
@@ -389,12 +383,12 @@ def test_stages_meet_in_one_order_after_every_pass(kind, holders):
     """The sums by their parameters' names, whatever the parameters' order; the norm; the skip."""
     histories = updates(PLANS[kind], holders)
     for records in zip(*(h.records for h in histories), strict=True):
-        check_collective_order([meetings(record.program) for record in records])
+        check_collective_order([shared_collectives(record.program) for record in records])
     for position, history in enumerate(histories):
         tied = sorted(held_at(position, holders, 3).tied)
         names = starts(history.program)
         assert names[: len(tied)] == [f"tied_{n}" for n in tied]
-        norm, skip = meetings(history.program)["pp"]
+        norm, skip = shared_collectives(history.program)["pp"]
         assert norm.endswith("of all parameters, torch.float64[]")
         assert skip.startswith("all_reduce max of all parameters, torch.float32")
         verify_program(history.program)
@@ -527,7 +521,7 @@ def test_without_a_pipeline_an_update_has_no_more_collectives_than_before():
     one = whole_update(Parameters(), specs, plan, {"dp": 2}, CPU_DEVICE, held=OwnedParameters(frozenset(THREE), 1))
     assert plain is not None and one is not None
     assert [str(n) for n in plain.program.graph.nodes] == [str(n) for n in one.program.graph.nodes]
-    assert not meetings(plain.program) and list(one.program.mesh) == ["pp", "dp"]
+    assert not shared_collectives(plain.program) and list(one.program.mesh) == ["pp", "dp"]
 
 
 @pytest.mark.core
@@ -535,7 +529,7 @@ def test_a_program_with_a_part_of_a_dimension_comes_back_from_json():
     program = updates(plan_of(grad_clip=1.0), THREE)[0].program
     again = from_json(to_json(program))
     verify_program(again)
-    assert starts(again) == starts(program) and meetings(again) == meetings(program)
+    assert starts(again) == starts(program) and shared_collectives(again) == shared_collectives(program)
     assert "reduce @pp[0,2]" in render(again) and "mesh pp 3 x dp 2" in render(again)
 
 
@@ -595,7 +589,7 @@ def test_a_sum_over_a_part_costs_what_its_own_ranks_send():
 
 @pytest.mark.core
 def test_stages_that_disagree_about_a_tied_gradient_are_told_before_they_wait_for_each_other():
-    views = [meetings(h.program) for h in updates(plan_of(grad_clip=1.0), THREE)]
+    views = [shared_collectives(h.program) for h in updates(plan_of(grad_clip=1.0), THREE)]
     check_collective_order(views)
     assert views[0]["pp[0,2]"] == [
         "all_reduce sum of alpha, torch.float32[2]",

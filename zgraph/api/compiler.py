@@ -17,11 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from zgraph.api.deferred_layout import DeferredLayout
 from zgraph.api.handle import attach, started
 from zgraph.build.planned_step import Inputs, device_of, split_inputs
-from zgraph.build.resolve_offload import placed
+from zgraph.build.resolve_auto_offload import placed
 from zgraph.build.unmatched_patterns import refuse_unmatched
 from zgraph.capture.former_storages import refuse_shared_memory
-from zgraph.capture.inputs import refuse_state
 from zgraph.capture.learned_sizes import refuse_unknown_arguments
+from zgraph.capture.refuse_inputs import refuse_state
 from zgraph.capture.replaced_forward import unbound
 from zgraph.codegen import debug_mode
 from zgraph.errors import MeshError, ModelError

@@ -21,7 +21,7 @@ from zgraph.api import fsdp_methods
 from zgraph.api.accelerators import ForAccelerate
 from zgraph.api.full_weights import generate_of, keep_whole
 from zgraph.api.peft_adapters import is_adapted, save_adapters
-from zgraph.build.resolve_offload import placed_as
+from zgraph.build.resolve_auto_offload import placed_as
 from zgraph.build.step_program import StepProgram
 from zgraph.build.unmatched_patterns import refuse_unmatched
 from zgraph.capture.replaced_forward import Forward

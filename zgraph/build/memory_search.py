@@ -23,7 +23,7 @@ from zgraph.codegen import cpu_gemm
 from zgraph.errors import PlanError, SizeError
 from zgraph.passes import History, Pass, PassManager
 from zgraph.passes.analysis.costs import most_bytes
-from zgraph.passes.analysis.memory import idle_bytes
+from zgraph.passes.analysis.live_memory import idle_bytes
 from zgraph.passes.analysis.parameter_collectives import gathers_of, largest_layer
 from zgraph.passes.analysis.simulator import Forecast, simulate
 from zgraph.passes.remat.solver import Solver

@@ -22,7 +22,7 @@ from zgraph.passes.canonicalize.narrow import narrow
 from zgraph.passes.canonicalize.packed_documents import PackedOptions, packed_documents
 from zgraph.passes.compression.compress_gathers import compress_gathers
 from zgraph.passes.compression.compress_reductions import compress_reductions
-from zgraph.passes.compression.quantized_transfer import CompressOptions, Correction
+from zgraph.passes.compression.quantize_transfers import CompressOptions, Correction
 from zgraph.passes.offload.offload import OffloadOptions, offload
 from zgraph.passes.offload.offload_update import OffloadUpdateOptions, offload_update
 from zgraph.passes.overlap.bucket import BucketOptions, bucket

@@ -15,7 +15,7 @@ from torch import nn
 
 from zgraph.build.build_context import BuildContext
 from zgraph.build.pass_pipeline import EVERY_PASS, PassFilter, costs_of
-from zgraph.build.resolve_offload import placed
+from zgraph.build.resolve_auto_offload import placed
 from zgraph.build.step_program import StepProgram
 from zgraph.build.unmatched_patterns import refuse_unmatched
 from zgraph.build.update_program import resident_of, whole_update

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 
-from zgraph.build.collective_order import difference, refuse_unlike
+from zgraph.build.compare_collectives import difference, refuse_unlike
 from zgraph.build.pass_pipeline import Variant
 from zgraph.build.step_program import Entry, StepProgram, together
 

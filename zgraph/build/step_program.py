@@ -18,7 +18,7 @@ from typing import Any
 from torch import fx
 
 from zgraph.build.build_context import BuildContext, ResidentMemory
-from zgraph.build.collective_order import lacking
+from zgraph.build.compare_collectives import lacking
 from zgraph.build.memory_search import SearchResult, run_passes
 from zgraph.build.pass_pipeline import PLAIN, MemoryDecision, Variant
 from zgraph.build.stored_programs import RecordedWarnings, StepFacts, StoredStep
@@ -33,7 +33,7 @@ from zgraph.codegen.partition import Parts, split
 from zgraph.errors import SignatureError
 from zgraph.passes import History, verify_program
 from zgraph.passes.analysis.costs import most_bytes
-from zgraph.passes.analysis.memory import idle_bytes
+from zgraph.passes.analysis.live_memory import idle_bytes
 from zgraph.passes.overlap.follow_order import order_of
 from zgraph.program import transfers_to_host
 from zgraph.program.aliases import is_random, is_view

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from zgraph.build.build_context import ResidentMemory, ResidentMemoryByShare
+from zgraph.build.offloaded_states import gradient_homes, homes_of_states, shares_of
 from zgraph.build.pass_pipeline import build_update_passes
 from zgraph.build.recipe import to_update_recipe
 from zgraph.passes import History, PassManager
@@ -25,8 +26,6 @@ from zgraph.update.sign_compression import residual_sizes
 
 if TYPE_CHECKING:
     from zgraph.plan.plan import Plan
-
-SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # shares of the optimizer's states that a memory budget chooses from
 
 
 def update_options(
@@ -56,43 +55,9 @@ def update_options(
         tied=dict(held.tied) if held is not None else {},
         uncounted=held.uncounted if held is not None else frozenset(),
     )
-    return replace(options, homes=_homes(plan, members, specs, options, shares_of(plan)[0] if share is None else share))
-
-
-def shares_of(plan: Plan) -> tuple[float, ...]:
-    """Return the shares of the optimizer's states that may be offloaded: the plan's, or those that a budget chooses
-    from."""
-    ratio, decides = plan.offload.ratio, plan.memory_budget is not None and plan.offload.tier("optimizer") is not None
-    return SHARES if ratio is None and decides else (1.0 if ratio is None else ratio,)
-
-
-def _homes(
-    plan: Plan, members: Sequence[Member], specs: dict[str, ParamSpec], options: UpdateOptions, share: float
-) -> dict[str, str]:
-    """Return the tier of each parameter whose states are offloaded: the largest first, until they have this share of
-    all state bytes."""
-    tier = plan.offload.tier("optimizer")
-    if tier is None:
-        return {}
-    sizes = {m.name: state_bytes_of(m, specs[m.name], options) for m in members if m.record is not None}
-    wanted = share * sum(sizes.values())
-    found: dict[str, str] = {}
-    for name in sorted(sizes, key=lambda n: (-sizes[n], n)):
-        if wanted <= 0 or sizes[name] < plan.offload.least_bytes:
-            break
-        found[name] = tier
-        wanted -= sizes[name]
-    return found
-
-
-def gradient_homes(plan: Plan, options: UpdateOptions, device: torch.device) -> dict[str, str]:
-    """Return the tier that each gradient goes to as it is made, by its parameter's name: the memory of the host that
-    updates it.
-
-    (Where the device is the host itself, gradients for states on a disk are in the right place already.)
-    """
-    there = {"cpu"} if device.type == "cpu" else {"cpu", "nvme"}
-    return {n: "cpu" for n, tier in options.homes.items() if plan.offload.gradients and tier in there}
+    return replace(
+        options, homes=homes_of_states(plan, members, specs, options, shares_of(plan)[0] if share is None else share)
+    )
 
 
 def resident_of(

@@ -11,7 +11,7 @@ from torch import nn
 
 from zgraph.build.build_context import BuildContext
 from zgraph.build.memory_search import run_passes
-from zgraph.build.resolve_offload import placed
+from zgraph.build.resolve_auto_offload import placed
 from zgraph.build.update_program import resident_of, whole_update
 from zgraph.capture.tensor_parallel_layout import as_divided
 from zgraph.errors import ZgraphError

@@ -32,7 +32,7 @@ from zgraph.capture.data_dependent_sizes import fold_data_dependent_sizes, fold_
 from zgraph.capture.fake_inputs import Fakes
 from zgraph.capture.former_storages import Former, FormerStorages, former_storages, insert, moved, seen_as
 from zgraph.capture.ignored_targets import Ignores, ignored_in
-from zgraph.capture.inputs import refuse_state
+from zgraph.capture.refuse_inputs import refuse_state
 from zgraph.capture.storages import PlainStorages, written_twice
 from zgraph.capture.symbolic_capture import (
     SymbolicSizes,
@@ -52,6 +52,7 @@ from zgraph.program.node import NodeInfo, Phase, info, module_of, set_info, sour
 from zgraph.program.program import InputRole, OutputRole, ParamSpec, Port, Program, of_backward
 from zgraph.ranks import compile_progress
 from zgraph.torch_compat import aot, compile_lock, dynamo, fake_tensors, fx_graphs, symbols, tensor_storage
+from zgraph.torch_compat.flat_capture import FlatCapture
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ class FlatInput:
 class Trace:
     """A forward that dynamo captured for one input signature."""
 
-    flat: dynamo.FlatCapture  # dynamo's capture
+    flat: FlatCapture  # dynamo's capture
     inputs: list[FlatInput]  # what each flat input is
     differentiable: frozenset[int]  # the flat outputs that can carry a gradient
     loss: int | None  # the flat output that is the model's own loss, differentiated or not; None if it returns none
@@ -373,9 +374,7 @@ def _same_draws() -> Iterator[None]:
             numpy.random.set_state(other)
 
 
-def _captured(
-    bound: types.MethodType, args: tuple[Any, ...], kwargs: dict[str, Any], fakes: Fakes
-) -> dynamo.FlatCapture:
+def _captured(bound: types.MethodType, args: tuple[Any, ...], kwargs: dict[str, Any], fakes: Fakes) -> FlatCapture:
     """Capture so that numbers that forward itself changes or that are open, and lists that it appends to, are no
     constants.
 
@@ -413,11 +412,11 @@ def _captured(
 
 
 def _with_numbers(
-    capture: Callable[..., dynamo.FlatCapture], numbers: list[str], lists: list[Any]
-) -> tuple[dynamo.FlatCapture, list[str]]:
+    capture: Callable[..., FlatCapture], numbers: list[str], lists: list[Any]
+) -> tuple[FlatCapture, list[str]]:
     """Return (a capture, those of the numbers that are no constants of it)."""
 
-    def attempt(chosen: list[str]) -> dynamo.FlatCapture | None:
+    def attempt(chosen: list[str]) -> FlatCapture | None:
         try:
             return capture(numbers=chosen, lists=lists)
         except Exception as error:  # (dynamo raises many types for a number that it can't leave open)
@@ -434,7 +433,7 @@ def _with_numbers(
 
 
 def _changed_numbers(
-    flat: dynamo.FlatCapture, bound: types.MethodType, args: tuple[Any, ...], kwargs: dict[str, Any]
+    flat: FlatCapture, bound: types.MethodType, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[str]:
     """Return the numbers that a replay of forward's side effects changes; none where it can't be replayed on fake
     tensors."""
@@ -454,15 +453,13 @@ def _same_place(one: torch.Tensor, other: torch.Tensor) -> bool:
     return len(set(keys)) == 1 and geometries[0] == geometries[1]
 
 
-def flat_values(flat: dynamo.FlatCapture) -> tuple[Any, ...]:
+def flat_values(flat: FlatCapture) -> tuple[Any, ...]:
     """Return the fake flat outputs of a capture."""
     returned: Any = flat.graph_module.graph.output_node().args[0]
     return tuple(n.meta.get("example_value") if isinstance(n, fx.Node) else n for n in returned)
 
 
-def _capture(
-    bound: types.MethodType, args: tuple[Any, ...], kwargs: dict[str, Any], fakes: Fakes
-) -> dynamo.FlatCapture:
+def _capture(bound: types.MethodType, args: tuple[Any, ...], kwargs: dict[str, Any], fakes: Fakes) -> FlatCapture:
     """Capture a forward; where that fails, run it once on fake tensors and try again.
 
     Some models finish their construction in their first forward (under locks, with hooks), which can't be traced.
@@ -533,9 +530,7 @@ def _inside(x: Any, args: Any, kwargs: Any) -> bool:
     return False
 
 
-def _find_loss(
-    flat: dynamo.FlatCapture, module: nn.Module, args: Any, kwargs: Any, values: Sequence[Any]
-) -> int | None:
+def _find_loss(flat: FlatCapture, module: nn.Module, args: Any, kwargs: Any, values: Sequence[Any]) -> int | None:
     """Return the flat output that is the loss: the output itself if it is a scalar, `.loss`, `["loss"]`, or the first
     element."""
     try:

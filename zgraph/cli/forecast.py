@@ -94,7 +94,7 @@ def _symbolic(
     as_json: bool,
 ) -> None:
     from zgraph.build.pass_pipeline import costs_of
-    from zgraph.forecast.symbolic import symbolic_forecast
+    from zgraph.forecast.make_symbolic_forecast import symbolic_forecast
 
     the_plan = with_hardware(load_plan(plan), hardware)
     ranks, costs = resolve_world(the_plan, world), costs_of(the_plan)

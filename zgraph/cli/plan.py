@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from zgraph.cli import deepspeed
+from zgraph.cli import deepspeed_report
 from zgraph.cli.options import BatchOption, HardwareOption, JsonOption, WorldOption
 from zgraph.cli.output import CHECK_FAILED, give, progress, table
 from zgraph.cli.targets import load_plan, load_target, refuse_bundle, resolve_world, with_hardware
@@ -79,7 +79,7 @@ def plan(
         if plans or search:
             raise typer.BadParameter("--from-deepspeed makes a plan: write it with -o, and compare it with --plan")
         model = None if target is None else load_target(target, batch).model
-        made = deepspeed.show(from_deepspeed, world, model, as_json, None)
+        made = deepspeed_report.show(from_deepspeed, world, model, as_json, None)
         if output is not None:
             made.save(output)
             typer.echo(f"wrote {output}", err=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from zgraph.deepspeed.config import communication, elastic, offloading, publishing
+from zgraph.deepspeed.config_sections import communication, elastic, offloading, publishing
 from zgraph.deepspeed.translate import plan, report, usual_world
 
 if TYPE_CHECKING:

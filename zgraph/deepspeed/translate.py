@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from zgraph.deepspeed.config import SIZES, UPDATED, elastic
+from zgraph.deepspeed.config_sections import SIZES, UPDATED, elastic
 from zgraph.deepspeed.keys import KEYS, LOG_LEVELS
 from zgraph.deepspeed.optimizers import optimizer, scheduler
 from zgraph.deepspeed.plan_draft import Draft

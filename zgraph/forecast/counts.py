@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from zgraph.passes.analysis.costs import Costs, bytes_of, flops_of, size_of
-from zgraph.passes.analysis.memory import memory_of
+from zgraph.passes.analysis.live_memory import memory_of
 from zgraph.passes.analysis.simulator import bucket_of
 from zgraph.program import collectives
 from zgraph.program.aliases import is_view, root_of

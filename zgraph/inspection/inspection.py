@@ -17,7 +17,7 @@ from zgraph.names import did_you_mean
 
 if TYPE_CHECKING:
     from zgraph.passes.analysis.costs import Costs
-    from zgraph.passes.analysis.memory import Life
+    from zgraph.passes.analysis.live_memory import Life
     from zgraph.passes.analysis.simulator import Forecast, StepForecast
     from zgraph.plan.plan import Plan
 
@@ -183,7 +183,7 @@ class Inspection:
 
     def lives(self, way: PassTrace) -> list[Life]:
         """Return the values that take memory in a program, with the positions from and to which they live."""
-        from zgraph.passes.analysis.memory import lives
+        from zgraph.passes.analysis.live_memory import lives
 
         return lives(way.last.program, self.costs.fused)
 

@@ -10,7 +10,7 @@ from typing import Any
 from zgraph.errors import PlanError, TargetError
 from zgraph.inspection.inspection import Inspection, PassTrace
 from zgraph.names import did_you_mean
-from zgraph.passes.analysis.memory import CATEGORIES, Life
+from zgraph.passes.analysis.live_memory import CATEGORIES, Life
 from zgraph.passes.analysis.simulator import Forecast
 from zgraph.plan.communication import parse_bytes
 from zgraph.program.node import info, value

@@ -13,7 +13,7 @@ from typing import Any
 
 from zgraph.inspection.inspection import UPDATE, Inspection, PassTrace
 from zgraph.inspection.memory import HELD, owner
-from zgraph.passes.analysis.memory import Life
+from zgraph.passes.analysis.live_memory import Life
 from zgraph.passes.analysis.simulator import Forecast
 from zgraph.program.node import info
 

@@ -15,7 +15,7 @@ from zgraph.errors import UnsupportedError
 from zgraph.parameters.shards import Shards
 from zgraph.program.program import InputRole
 from zgraph.ranks.rng import random_states, restored
-from zgraph.runtime.step_votes import StepVotes
+from zgraph.runtime.needed_votes import NeededVotes
 from zgraph.runtime.timings import Clock
 from zgraph.runtime.unsharded_weights import UnshardedWeights
 from zgraph.runtime.version_counters import VersionCounters
@@ -57,7 +57,7 @@ class Runs(Protocol):
     """What runs the programs of a forward and its backward: a rank's runtime."""
 
     shards: Shards
-    acts: StepVotes
+    acts: NeededVotes
     device: torch.device
     clock: Clock
     unsharded: UnshardedWeights
@@ -142,7 +142,7 @@ class Step(torch.autograd.Function):
         tangents |= {i: cut.filled(tangents[i]) for i, cut in ctx.cuts.items() if i in tangents}
         refuse_partial(entry, ctx.seen, tangents.keys())
         outputs = sorted(entry.in_other(entry.beside[0], frozenset(tangents)))
-        runtime.step_votes.backward(step.shared_name, outputs, accumulates=runtime.accumulating)
+        runtime.needed_votes.backward(step.shared_name, outputs, accumulates=runtime.accumulating)
         if ctx.saved is None:
             raise RuntimeError(
                 "backward through this forward a second time: what it saved is gone; pass retain_graph=True to the first backward"

@@ -17,8 +17,8 @@ import torch
 from zgraph.build.programs_of_one_step import leave, pair_programs
 from zgraph.build.step_program import Entry
 from zgraph.capture.cache_key import shared, signed
-from zgraph.capture.inputs import refuse_inputs
 from zgraph.capture.learned_sizes import Signature
+from zgraph.capture.refuse_inputs import refuse_inputs
 from zgraph.capture.symbolic_capture import SymbolicSizes
 from zgraph.capture.value_inputs import ValueInputs, warn_of_unknown, with_values
 from zgraph.errors import CaptureError, SignatureError, SizeError, ZgraphError
@@ -26,8 +26,8 @@ from zgraph.plan.shapes import buckets_of
 from zgraph.ranks import compile_progress
 from zgraph.runtime.call_sizes import CallSizes, CallSizeTracker
 from zgraph.runtime.rank import Rank
+from zgraph.runtime.rank_votes import INPUTS
 from zgraph.runtime.recompile_storms import RecompileStorms
-from zgraph.runtime.same_on_all_ranks import INPUTS
 from zgraph.torch_compat import fake_tensors
 from zgraph.torch_compat.guards import Failing
 from zgraph.torch_compat.modules import Registered
@@ -108,7 +108,7 @@ class Calls:
         sizes = self._sizes.of(call)
         found = self._find(sizes, args, kwargs)
         changed = rank.changed_here()
-        if not found.new and rank.step_votes.passes_forward(found.key, learns=sizes.learn, changed=changed):
+        if not found.new and rank.needed_votes.passes_forward(found.key, learns=sizes.learn, changed=changed):
             return self._called(found.key)
         if sizes.learn:
             verdict = rank.votes.call(
@@ -116,7 +116,7 @@ class Calls:
             )
             rank.settle_changes(verdict.worst)
             if not verdict.flag:
-                rank.step_votes.did_forward(found.key)
+                rank.needed_votes.did_forward(found.key)
                 return self._called(found.key)
             calls = rank.everyone.gather("the shapes of a call", (call.shapes, call.values, call.numbers))
             sizes.take_in(calls)
@@ -127,7 +127,7 @@ class Calls:
         rank.settle_changes(verdict.worst)
         if found.new:
             found = self._add(found, sizes, args, kwargs)
-        rank.step_votes.did_forward(found.key)
+        rank.needed_votes.did_forward(found.key)
         return self._called(found.key)
 
     def agree_on_step(self, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
@@ -136,7 +136,7 @@ class Calls:
         """
         rank = self.rank
         if (
-            not rank.step_votes.by_steps() or buckets_of(rank.plan) is not None
+            not rank.needed_votes.by_steps() or buckets_of(rank.plan) is not None
         ):  # (padding is only agreed on call by call)
             return
         own = rank.shards.refresh()
@@ -161,7 +161,7 @@ class Calls:
             verdict = rank.everyone.vote(INPUTS, f"{len(calls)} micro-batches: {ballot}", worst=changed)
         rank.settle_changes(verdict.worst)
         if not new and not verdict.flag:
-            rank.step_votes.promise([program.key for program in programs])
+            rank.needed_votes.promise([program.key for program in programs])
 
     def _signatures(self, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], own: Registered) -> list[Signature]:
         for args, kwargs in calls:
@@ -179,7 +179,7 @@ class Calls:
             self.rank.everyone.vote(INPUTS, found.ballot)
             keys.append((self._add(found, sizes, args, kwargs) if found.new else found).key)
         pair_programs([self.rank.entries[key] for key in keys])
-        self.rank.step_votes.did_forward(" beside ".join(keys))
+        self.rank.needed_votes.did_forward(" beside ".join(keys))
         return self._called(keys[calls.index(own)], *keys)
 
     def _called(self, key: str, *beside: str) -> tuple[str, Entry]:

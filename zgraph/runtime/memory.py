@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from zgraph.passes.analysis.memory import memory_of
+from zgraph.passes.analysis.live_memory import memory_of
 from zgraph.program.program import Program
 from zgraph.ranks.host import host_free
 from zgraph.runtime import allocations

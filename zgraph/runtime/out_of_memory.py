@@ -17,7 +17,7 @@ import torch
 from zgraph import errors
 from zgraph.build.what_if import what_fits
 from zgraph.codegen.executable import Executable, failing_node
-from zgraph.passes.analysis.memory import Life, lives, memory_of
+from zgraph.passes.analysis.live_memory import Life, lives, memory_of
 from zgraph.program.node import info
 from zgraph.program.program import InputRole, Program
 from zgraph.runtime.memory import room_of

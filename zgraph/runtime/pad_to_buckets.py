@@ -29,7 +29,7 @@ from zgraph.errors import CaptureError, RankMismatchError, SignatureError, Unsup
 from zgraph.plan.shapes import Buckets, Pad
 from zgraph.program.program import DATA_DIMS
 from zgraph.ranks.agreement import Agreement
-from zgraph.runtime.same_on_all_ranks import SAME_ROWS
+from zgraph.runtime.rank_votes import SAME_ROWS
 from zgraph.torch_compat.tensor_storage import storage_address
 
 logger = logging.getLogger(__name__)

@@ -15,9 +15,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zgraph.build.offloaded_states import shares_of
 from zgraph.build.step_program import Entry
 from zgraph.build.stored_programs import stored_programs
-from zgraph.build.update_program import away_bytes, shares_of
+from zgraph.build.update_program import away_bytes
 from zgraph.errors import ModelError, OffloadError
 from zgraph.offload.run_transfers import Tiers
 from zgraph.parameters.meta_init import still_unset
@@ -29,10 +30,10 @@ from zgraph.ranks import progress
 from zgraph.ranks.agreement import Agreement
 from zgraph.ranks.foreseen_actions import UPDATE
 from zgraph.runtime.memory import StepMemory
+from zgraph.runtime.needed_votes import NeededVotes, gradients
 from zgraph.runtime.node_groups import node_groups
 from zgraph.runtime.prefetch import FirstGathers
-from zgraph.runtime.same_on_all_ranks import Votes
-from zgraph.runtime.step_votes import StepVotes, gradients
+from zgraph.runtime.rank_votes import Votes
 from zgraph.runtime.timings import Clock
 from zgraph.update.hyperparameters import UPDATE_HINT, Hyperparameters, compare_updates
 from zgraph.update.owned_parameters import OwnedParameters
@@ -132,7 +133,7 @@ class Rank(abc.ABC):
         self.entries: dict[str, Entry] = {}
         self.memory = StepMemory(self.device)
         self.votes = Votes(plan, self.mesh, self.sizes, self.device, self.agreement, self.everyone)
-        self.step_votes = StepVotes(self.agreement, updates=plan.optimizer is not None)
+        self.needed_votes = NeededVotes(self.agreement, updates=plan.optimizer is not None)
         self.recorder: Recorder | None = None
         self.keeper = stored_programs(module, self.device)  # where programs are kept for other processes
         self.steps = 0  # steps run so far

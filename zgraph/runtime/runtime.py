@@ -23,7 +23,7 @@ from zgraph.build.update_program import resident_of
 from zgraph.capture.cache_key import batch_rows, brief
 from zgraph.capture.capture import Trace, trace
 from zgraph.capture.former_storages import former_storages
-from zgraph.capture.inputs import resolved
+from zgraph.capture.refuse_inputs import resolved
 from zgraph.capture.storages import Sharing, owned, sharing
 from zgraph.capture.symbolic_capture import SymbolicSizes
 from zgraph.codegen.executable import Executable
@@ -87,7 +87,7 @@ class Runtime(Rank):
         heartbeat.watch(plan.watch, self.everyone, self.process_groups())
         if agreement is self.everyone:
             agreement.foresee(self.process_groups(), on=plan.watch.by_steps)
-        self.step_votes.say_of_update(self.updater.coming)
+        self.needed_votes.say_of_update(self.updater.coming)
         self.nonfinite = NonFinite(self) if plan.on_nonfinite != "ignore" else None
         self._sources = Sources(
             {

@@ -57,9 +57,9 @@ class UpdateScalars:
             problem = error
             self._agreed = Hyperparameters(problem=str(error))
         plain = problem is None and not self._agreed.changed
-        if not (plain and self.rank.step_votes.passes_update(names, coming)):
+        if not (plain and self.rank.needed_votes.passes_update(names, coming)):
             self.rank.agree_on_update(names, self._agreed)
-        self.rank.step_votes.did_update(names)
+        self.rank.needed_votes.did_update(names)
         if problem is not None:
             raise problem
 

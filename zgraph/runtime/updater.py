@@ -288,7 +288,7 @@ class Updater:
         the plan they are the user's.)
         """
         self.numbers.factor = 1.0
-        self.runtime.step_votes.give_up()
+        self.runtime.needed_votes.give_up()
         if self.optimizer is not None:
             for param in self.runtime.shards.params().values():
                 param.grad = None

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from zgraph.passes.analysis.fusion import sources
-from zgraph.passes.analysis.memory import Life, lives
+from zgraph.passes.analysis.live_memory import Life, lives
 from zgraph.plan.pipeline_schedules.actions import Kind
 from zgraph.program.node import Phase, info
 from zgraph.program.program import InputRole, OutputRole, Program
@@ -36,7 +36,7 @@ class Values:
 
 
 def values_of(program: Program, fused: bool, first: Collection[str] | None = None, *, adds: bool = False) -> Values:
-    """Return the bytes of a joint program of any level. `fused`: see `zgraph.passes.analysis.memory.lives`. If the
+    """Return the bytes of a joint program of any level. `fused`: see `zgraph.passes.analysis.live_memory.lives`. If the
     backward has two parts, `first` names the nodes of the first one. `adds`: the backward adds to sums of gradients
     in place.
     """

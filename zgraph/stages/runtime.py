@@ -43,7 +43,7 @@ from zgraph.stages.whole_model import WholeModel
 from zgraph.stages.worker import Worker
 from zgraph.torch_compat.dtensors import local_of
 from zgraph.update.hyperparameters import UPDATE_HINT, Hyperparameters, compare_tied, compare_updates
-from zgraph.update.owned_parameters import check_collective_order, meetings
+from zgraph.update.shared_collectives import check_collective_order, shared_collectives
 
 Tangents = Callable[[int, list[Any]], dict[int, torch.Tensor]]
 
@@ -242,7 +242,9 @@ class PipelineRuntime(Runtime):
         if new:
             self._compare_tied(numbers)
             self._updates_met = made
-            check_collective_order(self._by_position(self.everyone.gather("the stages' updates", meetings(found))))
+            check_collective_order(
+                self._by_position(self.everyone.gather("the stages' updates", shared_collectives(found)))
+            )
 
     def _compare_tied(self, numbers: Hyperparameters) -> None:
         """Raise `RankMismatchError` if the ranks that share a parameter have not all changed its optimizer state

@@ -19,7 +19,7 @@ from zgraph.codegen.accumulate import summing
 from zgraph.codegen.update_chunks import canonical
 from zgraph.passes.analysis.costs import Costs, most_bytes, own_bytes
 from zgraph.passes.analysis.fusion import sources
-from zgraph.passes.analysis.memory import idle_bytes
+from zgraph.passes.analysis.live_memory import idle_bytes
 from zgraph.passes.analysis.simulator import Forecast, simulate
 from zgraph.plan.pipeline_schedules.actions import Action, Kind
 from zgraph.program.node import Phase, info

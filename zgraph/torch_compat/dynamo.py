@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import functools
 import inspect
@@ -10,8 +9,8 @@ import logging
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from types import FunctionType, MappingProxyType, MethodType
+from dataclasses import replace
+from types import MappingProxyType, MethodType
 from typing import Any
 
 import torch
@@ -25,15 +24,16 @@ from torch._dynamo.functional_export import _compiling_state_context  # type: ig
 from torch._dynamo.pgo import auto_dynamic
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from torch._dynamo.variables import builder
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.experimental import _config as symbol_config
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from zgraph.torch_compat import fake_tensors, symbols, traceable_functions
-from zgraph.torch_compat.changing_numbers import ChangingNumbers, split_numbers
+from zgraph.torch_compat.changing_numbers import split_numbers
 from zgraph.torch_compat.dynamo_asserts import asserts_on_values
 from zgraph.torch_compat.dynamo_cache import fresh_dynamo_cache
-from zgraph.torch_compat.guards import Effects, Failing, Guards, Scope, live, recorded
+from zgraph.torch_compat.flat_capture import FlatCapture
+from zgraph.torch_compat.guards import Effects, Guards, Scope, recorded
 from zgraph.torch_compat.unbacked_sizes import _fakes_of_unknown_sizes
 
 DynamoError = TorchDynamoException
@@ -91,112 +91,6 @@ def _log_methods() -> set[Any]:
         "info_once",
     )
     return {_LogMethod(method) for name in names if (method := getattr(logging.Logger, name, None)) is not None}
-
-
-class _Stop(Exception):
-    """Ends the replay of dynamo's bytecode once it has handed over the graph's inputs."""
-
-
-@dataclass
-class FlatCapture:
-    """What dynamo captured: a graph with flat inputs and outputs, and the bytecode around it."""
-
-    # takes parameters, buffers and the user's tensors in dynamo's order, returns a flat tuple
-    graph_module: fx.GraphModule
-    fake_mode: Any  # the mode of its fake tensors
-    effects: Effects  # what a replay changes of Python objects
-    _output: Any  # dynamo's own record of the capture, with its bytecode
-    _function: FunctionType  # the forward that was captured
-    _guards: Guards  # the checks of the Python state that it read
-    _numbers: ChangingNumbers | None = None  # the half that computes Python numbers; None if there are none
-    # (flat output, dimension, flat output that is its size): outputs given at their largest size; the sizes come last
-    crops: tuple[tuple[int, int, int], ...] = ()
-    _bound: Callable[..., Any] | None = None  # the replay that `around` made at its first call
-    _within: Callable[..., Sequence[Any]] | None = None  # the graph that `around` runs at this call
-
-    def stale(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Failing | None:
-        """Return which part of the Python state that the forward read has changed for this call; None if nothing has.
-
-        That state is: arguments, attributes of the module and of objects it holds (flags, a config, the lengths of
-        lists, hooks), its closure, globals, and the forms of tensors found there. A check costs some 10 µs a layer.
-        """
-        return self._guards.failing(owner, args, kwargs)
-
-    def draws_floats(self) -> bool:
-        """Return whether the forward draws a float from Python's `random`."""
-        inputs = self.graph_module.graph.find_nodes(op="placeholder")
-        drawn = [n.meta["example_value"] for n in inputs if n.name.startswith("random_value_")]  # (dynamo's name)
-        return any(v.is_floating_point() for v in drawn)
-
-    @property
-    def takes_numbers(self) -> bool:
-        """Whether the program takes Python numbers that the forward itself changes."""
-        return self.number_inputs > 0
-
-    @property
-    def number_inputs(self) -> int:
-        """The number of flat inputs, at the end of all, that are Python numbers which the forward itself changes."""
-        return len(self._numbers.into) if self._numbers is not None else 0
-
-    @property
-    def constant_numbers(self) -> Collection[str]:
-        """The names of the Python numbers that are constants of this capture."""
-        return self._guards.constant_numbers
-
-    def changed_numbers(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-        """Return the names of the Python numbers that are constants of this capture and have another value now."""
-        return self._guards.changed_numbers(owner, args, kwargs)
-
-    def bind(self, compiled: Callable[..., Sequence[Any]]) -> Callable[..., Any]:
-        """Return a function with the user's signature (the module first) that runs `compiled` on the flat inputs."""
-
-        def cropped(*flat: Any) -> Sequence[Any]:
-            return self._cropped(compiled(*flat))
-
-        within: Callable[..., Sequence[Any]] = cropped if self.crops else compiled
-        if self._numbers is not None:
-            within = self._numbers.around(within)
-        # (torch 2.11 leaves builtins out of what its replay may refer to)
-        names = {**vars(builtins), **self._output.graph_capture_output.f_globals}
-        replay = self._output.forward_callable(compiled_fn=within, extra_globals=names)
-        return live(replay, self._function, self._output.backend_input.backend_id)
-
-    def _cropped(self, given: Sequence[Any]) -> Sequence[Any]:
-        """Return the model's flat outputs, given the graph's: cut to their sizes, without these sizes (see `crops`)."""
-        values = list(given)
-        for at, dim, of_size in self.crops:
-            if isinstance(size := values[of_size], torch.Tensor) and not isinstance(size, FakeTensor):
-                values[at] = values[at].narrow(dim, 0, int(size))
-        return values[: len(values) - len({of_size for _, _, of_size in self.crops})]
-
-    def around(
-        self, within: Callable[..., Sequence[Any]], owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Call the forward with `within` in place of its graph, this once, and return the result. (Binding anew takes
-        as long as ten calls.)"""
-        if self._bound is None:
-            self._bound = self.bind(self._run_within)
-        self._within = within
-        try:
-            return self._bound(owner, *args, **kwargs)
-        finally:
-            self._within = None
-
-    def _run_within(self, *flat: Any) -> Sequence[Any]:
-        assert self._within is not None
-        return self._within(*flat)
-
-    def flatten(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """Return the graph's flat inputs for a call."""
-        found: list[tuple[Any, ...]] = []
-
-        def stop(*inputs: Any) -> Sequence[Any]:
-            found.append(inputs)
-            raise _Stop
-
-        with contextlib.suppress(_Stop):
-            self.around(stop, owner, args, kwargs)
-        return found[0] if found else ()
 
 
 @contextlib.contextmanager

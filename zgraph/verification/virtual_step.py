@@ -30,7 +30,7 @@ from torch.utils import _pytree as pytree
 from zgraph.build.build_context import BuildContext
 from zgraph.build.pass_pipeline import PLAIN, PassFilter, Variant, costs_of
 from zgraph.build.planned_step import Inputs, split_inputs
-from zgraph.build.resolve_offload import placed
+from zgraph.build.resolve_auto_offload import placed
 from zgraph.build.step_program import Entry, StepProgram
 from zgraph.build.unmatched_patterns import refuse_unmatched
 from zgraph.build.update_program import resident_of

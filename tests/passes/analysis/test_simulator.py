@@ -10,7 +10,7 @@ import zgraph
 from zgraph.build.planned_step import programs, update_program
 from zgraph.errors import PlanError
 from zgraph.passes.analysis.costs import KNOWN, Costs, Hardware, Link, flops_of, hardware, signature, size_of
-from zgraph.passes.analysis.memory import memory_of
+from zgraph.passes.analysis.live_memory import memory_of
 from zgraph.passes.analysis.simulator import simulate
 from zgraph.program import collectives, ops
 from zgraph.program.node import Phase, Role, info

@@ -18,7 +18,7 @@ from torch import nn
 import zgraph
 from zgraph.build.planned_step import programs
 from zgraph.errors import PlanError
-from zgraph.passes.analysis.memory import memory_of
+from zgraph.passes.analysis.live_memory import memory_of
 from zgraph.program.block_quantization import (
     FORMATS,
     FROM_BLOCKS,

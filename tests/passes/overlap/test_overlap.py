@@ -21,7 +21,7 @@ from zgraph.codegen.partition import split
 from zgraph.errors import PlanError
 from zgraph.passes import verify_program
 from zgraph.passes.analysis.costs import Costs, Hardware, Link
-from zgraph.passes.analysis.memory import memory_of
+from zgraph.passes.analysis.live_memory import memory_of
 from zgraph.passes.analysis.parameter_collectives import layers_of
 from zgraph.passes.analysis.simulator import simulate
 from zgraph.passes.manager import History

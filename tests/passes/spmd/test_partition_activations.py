@@ -20,7 +20,7 @@ from zgraph.build.planned_step import programs
 from zgraph.errors import PlanError, UnsupportedError
 from zgraph.passes import History
 from zgraph.passes.analysis.costs import size_of
-from zgraph.passes.analysis.memory import memory_of
+from zgraph.passes.analysis.live_memory import memory_of
 from zgraph.passes.analysis.saved_values import crossings
 from zgraph.passes.spmd.partition_activations import SMALL, same_on_all
 from zgraph.program import collectives

@@ -22,7 +22,7 @@ from zgraph.build.pass_pipeline import build
 from zgraph.build.planned_step import captured_program
 from zgraph.errors import PlanError
 from zgraph.passes import PassManager
-from zgraph.passes.analysis.memory import memory_of
+from zgraph.passes.analysis.live_memory import memory_of
 from zgraph.program.node import Phase, info, tensors
 from zgraph.program.program import Program
 

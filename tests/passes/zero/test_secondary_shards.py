@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import zgraph
 from zgraph.build.pass_pipeline import build
 from zgraph.errors import MeshError, PlanError, VerifyError
-from zgraph.forecast.symbolic import symbolic_forecast
+from zgraph.forecast.make_symbolic_forecast import symbolic_forecast
 from zgraph.passes import PassManager, verify_program
 from zgraph.passes.analysis.costs import CPU, Costs, Link
 from zgraph.passes.analysis.simulator import simulate

@@ -31,8 +31,8 @@ from zgraph.build.planned_step import Inputs, captured_program
 from zgraph.build.update_program import update_options
 from zgraph.errors import CaptureError, PlanError, SymbolicError
 from zgraph.forecast.counts import Bytes, Counts, Operator, Run, count
-from zgraph.forecast.formulas import Kind, SymbolicForecast, Transfers, symbols
 from zgraph.forecast.several_sizes import Point, Polynomials, SizedInputs, batches, lengths
+from zgraph.forecast.symbolic_forecast import Kind, SymbolicForecast, Transfers, symbols
 from zgraph.parameters.layout import layout
 from zgraph.passes import PassManager
 from zgraph.passes.analysis.costs import Costs

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from zgraph.capture.cache_key import shared
 from zgraph.ranks.agreement import Agreement
 from zgraph.ranks.foreseen_actions import UPDATE, Act, Coming
-from zgraph.runtime.same_on_all_ranks import INPUTS
+from zgraph.runtime.rank_votes import INPUTS
 from zgraph.update.hyperparameters import compare_updates
 
 BACKWARD = "a backward pass"
@@ -27,7 +27,7 @@ def forward_of(key: str) -> str:
     return f"{shared(key)}; known"
 
 
-class StepVotes:
+class NeededVotes:
     """The acts of one compiled module, among the ranks of `agreement`. (In a pipeline each is voted on.) With `updates`
     an update ends a step, else a backward that reduces.
     """

@@ -1,6 +1,6 @@
 """A forecast as formulas: its expressions, their values at given sizes, and its text.
 
-`zgraph.forecast.symbolic` makes it.
+`zgraph.forecast.make_symbolic_forecast` makes it.
 """
 
 from __future__ import annotations
