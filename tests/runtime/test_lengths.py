@@ -22,7 +22,7 @@ from sweeps import sweep
 from torch import nn
 
 import zgraph
-from zgraph.errors import PlanError, SignatureError, SizeError, VerifyError, ZgraphError
+from zgraph.errors import CaptureError, PlanError, SignatureError, SizeError, VerifyError, ZgraphError
 from zgraph.passes import verify_program
 from zgraph.passes.analysis.live_memory import memory_of
 from zgraph.program.printer import render
@@ -238,6 +238,54 @@ def test_a_length_beyond_what_the_model_takes_is_refused_with_the_line_that_boun
     assert "test_lengths.py" in found.value.where and "seq is 2 to 48" in found.value.why
     assert difference(mine, plain, batch(2, 9)) == 0.0
     assert len(mine.zgraph.programs) == 1
+
+
+class Counts(nn.Module):
+    """Looks positions up that it counts itself; torch knows of no range then."""
+
+    def __init__(self, first: int = 0, count: int = 12) -> None:
+        super().__init__()
+        self.words, self.places, self.first = nn.Embedding(40, 6), nn.Embedding(count, 6), first
+
+    def forward(self, ids):
+        places = torch.arange(ids.shape[1], device=ids.device)[None].expand_as(ids) + self.first
+        return (self.words(ids) * self.places(places)).square().mean()
+
+
+@pytest.mark.parametrize("first", [0, 3])
+def test_a_size_is_no_larger_than_the_table_that_counted_positions_are_looked_up_in(first, caplog):
+    """Also where the batch is of the size that the table has: two sizes are traced at two numbers."""
+    mine, plain = pair(lambda: Counts(first))
+    most = 12 - first
+    with caplog.at_level(logging.WARNING, "zgraph"):
+        for length in (4, 6, most):
+            assert difference(mine, plain, {"ids": torch.randint(40, (most, length))}) == 0.0
+    assert any(f"seq is 2 to {most}" in r.getMessage() for r in caplog.records)
+    assert len(mine.zgraph.programs) == 2
+    with pytest.raises(SignatureError, match="does not take a call of these sizes") as found:
+        mine(ids=torch.randint(40, (3, most + 1)))
+    assert "test_lengths.py" in found.value.where and "row 12 of a table that has 12 rows" in found.value.why
+    assert len(mine.zgraph.programs) == 2
+    with pytest.raises(SizeError, match="declared to be 2 to 64"):
+        pair(lambda: Counts(first), dynamic={"ids": {1: zgraph.Size("length", max=64)}})[0](torch.randint(40, (3, 4)))
+    with pytest.raises(CaptureError, match="row 12 of a table that has 12 rows"):
+        pair(lambda: Counts(first), shapes="static")[0](torch.randint(40, (3, most + 1)))
+
+
+def test_indices_of_which_only_some_are_reached_bound_nothing():
+    """Places that a mask counts, or that are cut, may all be within the table where the size is larger."""
+
+    class Masked(Counts):
+        def forward(self, ids):
+            places = ids.ne(0).long().cumsum(1)
+            cut = self.places(torch.arange(ids.shape[1])[:5])
+            return (self.words(ids) * self.places(places)).square().mean() + cut.mean()
+
+    mine, plain = pair(Masked)
+    for length in (6, 8, 30):
+        ids = torch.zeros(3, length, dtype=torch.int64)
+        ids[:, :4] = 1
+        assert difference(mine, plain, {"ids": ids}) == 0.0
 
 
 def test_dynamic_with_what_divides_sizes_is_refused():

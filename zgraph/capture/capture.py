@@ -43,6 +43,7 @@ from zgraph.capture.symbolic_capture import (
     traced_sizes,
     with_own_sizes,
 )
+from zgraph.capture.table_bounds import refuse_beyond_tables
 from zgraph.errors import CaptureError, SignatureError, UnsupportedError
 from zgraph.names import module_names
 from zgraph.plan.precision import Precision
@@ -601,6 +602,7 @@ def _program(joint: fx.GraphModule, trace: Trace, name: str) -> Program:
     _annotate(graph)
     fold_effects(graph)
     by_node = _fold_sizes(graph, trace)
+    refuse_beyond_tables(graph)
     inputs: list[Port] = []
     outputs: list[tuple[Port, fx.Node]] = []
     for node in graph.find_nodes(op="placeholder"):

@@ -357,7 +357,7 @@ class Family:
         points |= {n: size for n, size in (at or {}).items() if n in points}
         bounded = {n: min(p, ranges[n][1] or p) if n in ranges else p for n, p in points.items()}
         exact = {name for place, name in self.names.items() if signature.values and place not in self.free}
-        return SymbolicSizes(names, distinct(bounded, exact), ranges, given)
+        return SymbolicSizes(names, distinct(bounded, exact), ranges, given, asked=dict(at or {}))
 
     def note_constants(self, constants: Collection[str]) -> None:
         """Make Python numbers that a program could not be given constants again, by their names in captures."""

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from zgraph.capture.data_dependent_sizes import LOOKED_AT
+from zgraph.capture.table_bounds import TableBound, refuse_beyond_table, table_bounds
 from zgraph.errors import SizeError
 from zgraph.passes.verifier.values import ValueCache, check_values
 from zgraph.program import sizes
@@ -34,6 +35,7 @@ class SymbolicSizes:
     ranges: Mapping[str, tuple[int, int | None]] = field(default_factory=dict)
     numbers: tuple[str, ...] = ()  # Python numbers that are given to the program, by their names in captures
     values: frozenset[int] = frozenset()  # ids of tensors whose values are constants of the program
+    asked: Mapping[str, int] = field(default_factory=dict)  # sizes that an earlier program refused, by name
 
 
 @dataclass(frozen=True)
@@ -196,7 +198,8 @@ def with_own_sizes(program: Program, traced: Sequence[TracedSize], declared: Sym
             "sizes are compared with numbers that the model changes", why="a program can't be told of these"
         )
     own = {port.name for port in program.inputs if port.role is InputRole.SIZE}
-    every = tuple(_known_size(t, env, declared) for t in traced)
+    tables = table_bounds(program.graph, symbols_of)
+    every = tuple(_known_size(t, env, declared, tables.get(t.name)) for t in traced)
     found = Sizes(tuple(s for s in every if s.name in own), (), tuple(s for s in every if s.name not in own))
     if not found:
         return program
@@ -212,9 +215,12 @@ def with_own_sizes(program: Program, traced: Sequence[TracedSize], declared: Sym
     return made
 
 
-def _known_size(traced: TracedSize, env: Any, declared: SymbolicSizes) -> ProgramSize:
+def _known_size(traced: TracedSize, env: Any, declared: SymbolicSizes, table: TableBound | None) -> ProgramSize:
     low, high = symbols.bounds(env, traced.symbol)
     where = symbols.bounded_by(env, traced.symbol)
+    if table is not None and (high is None or table.most < high):
+        high, where = table.most, table.where
+        refuse_beyond_table(declared.asked.get(traced.name, 0), table)
     bounded = high is not None  # (the model bounds it)
     wanted = declared.ranges.get(traced.name)
     if wanted is not None:

@@ -294,6 +294,15 @@ class _Printer(PythonPrinter):  # type: ignore[misc]
         return self._names.get(symbol, symbol.name)
 
 
+def line_of(found: Any, symbol: Symbol) -> tuple[int, int] | None:
+    """Return (a, b) of an expression that is a * symbol + b with whole numbers; None of any other."""
+    slope = sympy.diff(found, symbol)
+    constant = found.xreplace({symbol: sympy.Integer(0)})
+    if not slope.is_Integer or not constant.is_Integer:
+        return None
+    return int(slope), int(constant)
+
+
 def text(found: Any, names: Mapping[Symbol, str]) -> str:
     """Return an expression or condition as Python source, with these names for its symbols."""
     return str(_Printer(names).doprint(found)) if isinstance(found, sympy.Basic) else str(found)
