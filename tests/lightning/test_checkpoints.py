@@ -15,6 +15,10 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_modules import OneModel, ScaledModel, TwoModels, as_launched, rows, strategy_of, trained, trainer_of
 
+import zgraph
+from zgraph.api import full_state_dict
+from zgraph.lightning import ZGraphStrategy
+
 KINDS = {"ScaledModel": ScaledModel, "TwoModels": TwoModels}
 
 
@@ -55,6 +59,24 @@ def test_a_run_goes_on_on_other_ranks_and_with_or_without_a_plan(two: Ranks, tmp
     for one, other in zip(mine["optimizer_states"], theirs["optimizer_states"], strict=True):
         torch.testing.assert_close(one["state"], other["state"], rtol=1e-4, atol=1e-5)
         assert one["param_groups"] == other["param_groups"]
+
+
+def test_an_optimizer_over_several_parts_is_saved_once_each_of_them_is_ready(monkeypatch: pytest.MonkeyPatch):
+    parts = {name: zgraph.compile(torch.nn.Linear(2, 2), zgraph.Plan(backend="eager")) for name in ("one", "two")}
+    params = [p for part in parts.values() for p in part.parameters()]
+    optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9)
+    for part in parts.values():
+        part(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    asked, ready = [], full_state_dict.ready
+    monkeypatch.setattr(full_state_dict, "ready", lambda model, what: (asked.append(model), ready(model, what))[1])
+    strategy = ZGraphStrategy()
+    strategy.parts = parts
+    state = strategy.optimizer_state(optimizer)["state"]
+    assert asked == list(parts.values())
+    assert [torch.equal(kept["momentum_buffer"], p.grad) for kept, p in zip(state.values(), params, strict=True)] == [
+        True
+    ] * 4
 
 
 def test_a_file_is_loaded_by_lightning_alone_and_evaluated_by_a_plan(tmp_path):

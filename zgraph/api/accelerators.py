@@ -111,7 +111,7 @@ def _save_state(accelerator: Any, own: Callable[..., Any], output_dir: Any = Non
         for number, (optimizer, model) in enumerate(parted):
             inner = _inner(optimizer)
             if not isinstance(inner, PlanOptimizer):
-                state = full_optimizer_state(model, inner, ranks=[0])
+                state = full_optimizer_state([model], inner, ranks=[0])
                 if accelerator.is_main_process:
                     torch.save(state, os.path.join(folder, _name(f"{FOLDER}_optimizer", number)))
 

@@ -42,12 +42,14 @@ def full_state_dict(
 
 
 def full_optimizer_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, *, ranks: Collection[int] | None = None
+    models: Sequence[nn.Module], optimizer: torch.optim.Optimizer, *, ranks: Collection[int] | None = None
 ) -> dict[str, Any]:
-    """Return an optimizer's whole state dict alone: see `full_state_dict`. All ranks must call it."""
-    runtime = ready(model, "an optimizer's whole state dict")
-    runtime.everyone.vote("an optimizer's whole state dict", str(sorted(ranks) if ranks is not None else None))
-    return _Gather(runtime, ranks, torch.device("cpu"), BUCKET).of_optimizer(optimizer)
+    """Return the whole state dict of an optimizer over parameters of these compiled models: see `full_state_dict`.
+
+    All ranks must call it.
+    """
+    runtimes = _ready(models, "an optimizer's whole state dict", ranks)
+    return _Gather(runtimes[0], ranks, torch.device("cpu"), BUCKET).of_optimizer(optimizer)
 
 
 def full_tensors(
@@ -58,11 +60,17 @@ def full_tensors(
 
     It is empty on ranks that are not in `ranks`. All ranks must call it.
     """
-    runtimes = [ready(model, "whole tensors") for model in models]
-    for runtime in runtimes:
-        runtime.everyone.vote("whole tensors", str(sorted(ranks) if ranks is not None else None))
+    runtimes = _ready(models, "whole tensors", ranks)
     (whole,) = _Gather(runtimes[0], ranks, torch.device("cpu"), BUCKET).wholes([dict(tensors)])
     return whole
+
+
+def _ready(models: Sequence[nn.Module], what: str, ranks: Collection[int] | None) -> list[Runtime]:
+    """Return the runtimes of these models after their pending updates, once all ranks have asked for the same."""
+    runtimes = [ready(model, what) for model in models]
+    for runtime in runtimes:
+        runtime.everyone.vote(what, str(sorted(ranks) if ranks is not None else None))
+    return runtimes
 
 
 def as_held(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:

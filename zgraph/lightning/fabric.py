@@ -136,8 +136,8 @@ class ZGraphStrategy(DDPStrategy):
 
     def get_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return the whole states on rank 0. All ranks must call it."""
-        part = next(part for _, parts in self._set_up for part in parts.values())
-        return full_optimizer_state(part, optimizer, ranks=[0])
+        parts = [part for _, parts in self._set_up for part in parts.values()]
+        return full_optimizer_state(parts, optimizer, ranks=[0])
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None

@@ -213,7 +213,7 @@ class ZGraphStrategy(DDPStrategy):
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return the whole states on rank 0. All ranks must call it."""
         inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return full_optimizer_state(next(iter(self.parts.values())), inner, ranks=[0])
+        return full_optimizer_state(list(self.parts.values()), inner, ranks=[0])
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load this rank's shards of the states."""
