@@ -16,7 +16,7 @@ import zgraph.deepspeed as deepspeed
 from zgraph.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from zgraph.deepspeed.ops.lamb import FusedLamb
 from zgraph.deepspeed.ops.lion import FusedLion
-from zgraph.deepspeed.runtime.lr_schedules import OneCycle, WarmupLR
+from zgraph.deepspeed.runtime.lr_schedules import OneCycle, WarmupDecayLR, WarmupLR
 from zgraph.deepspeed.utils.zero_to_fp32 import load_state_dict_from_zero_checkpoint
 from zgraph.errors import CheckpointError, ModelError, PlanError, StepError, UnsupportedError
 
@@ -388,6 +388,71 @@ def test_functions_make_optimizer_and_scheduler():
     assert optimizer.param_groups[0]["weight_decay"] == 1e-2
 
 
+SCHEDULED = {
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {"warmup_max_lr": 0.5, "warmup_num_steps": 2, "total_num_steps": 9},
+    }
+}
+
+
+@pytest.mark.parametrize("given", ["object", "function", "nothing"])
+def test_the_scripts_scheduler_takes_precedence_over_the_configurations(given, caplog):
+    model, plain = net(), net()
+    mine, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain))
+
+    def half(optimizer):
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.5**n)
+
+    scheduler = {"object": lambda: half(mine), "function": lambda: half, "nothing": lambda: None}[given]()
+    with caplog.at_level(logging.WARNING):
+        engine, _, _, returned = initialized(model, config=changed(**SCHEDULED), optimizer=mine, lr_scheduler=scheduler)
+    assert engine.client_lr_scheduler is scheduler and returned is engine.lr_scheduler
+    assert ("the configuration's scheduler is left out" in caplog.text) == (given != "nothing")
+    plain_schedule = (
+        WarmupDecayLR(theirs, 9, warmup_max_lr=0.5, warmup_num_steps=2) if given == "nothing" else half(theirs)
+    )
+    losses = plainly(plain, theirs, rows(6), 2, scheduler=plain_schedule)
+    assert trained(engine, rows(6)) == pytest.approx(losses, abs=1e-6)
+    assert engine.get_lr() == pytest.approx([g["lr"] for g in theirs.param_groups]) and type(returned) is type(
+        plain_schedule
+    )
+    row = engine.report["scheduler.type"]
+    assert row.verdict == ("applied" if given == "nothing" else "no effect here")
+    assert engine.report["optimizer.type"].verdict == "no effect here"
+
+
+def test_a_configurations_scheduler_that_is_left_out_may_be_wrong():
+    wrong = {"type": "Cosine", "params": {"warmup_min_lr": "auto"}}
+    with pytest.raises(PlanError, match="there is no schedule 'Cosine'"):
+        initialized(config=changed(scheduler=wrong))
+    engine, *_ = initialized(config=changed(scheduler=wrong), lr_scheduler=lambda o: WarmupLR(o))
+    assert (
+        engine.report["scheduler.params"].verdict == "no effect here"
+        and engine.report["optimizer.type"].verdict == "applied"
+    )
+
+
+def test_a_scheduler_of_another_optimizer_is_refused():
+    model = net()
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(other, 2)
+    for optimizer in (None, torch.optim.SGD(model.parameters(), lr=0.1), lambda params: other):
+        with pytest.raises(AssertionError, match="StepLR of another optimizer than the engine's") as refused:
+            initialized(model, optimizer=optimizer, lr_scheduler=schedule)
+        assert isinstance(refused.value, ModelError) and not hasattr(model, "zgraph")
+    with pytest.raises(ModelError, match="lr_scheduler is a int"):
+        initialized(model, lr_scheduler=3)
+
+
+def test_a_scheduler_without_an_optimizer_steps_nothing(caplog):
+    config = {k: v for k, v in CONFIG.items() if k != "optimizer"}
+    with caplog.at_level(logging.WARNING):
+        engine, optimizer, _, scheduler = initialized(config=config, lr_scheduler=lambda o: WarmupLR(o))
+    assert optimizer is None and scheduler is None and "there is no optimizer" in caplog.text
+    assert engine.client_lr_scheduler is not None
+
+
 # -- initialize again -----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_model_that_is_initialized_again_goes_on_with_a_new_optimizer(precision):
@@ -418,6 +483,49 @@ def test_a_checkpoint_goes_on_with_counters_and_schedule(tmp_path):
     assert client == {"epoch": 3} and path == str(tmp_path / "global_step2")
     assert (other.global_steps, other.micro_steps, other.global_samples) == (2, 4, 8)
     assert trained(other, rows(4, seed=8)) == wanted and other.get_lr() == engine.get_lr()
+
+
+class Halving:
+    """A scheduler that is no subclass of any: it has a step and a state of its own."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.halvings = optimizer, 0
+
+    def step(self):
+        self.halvings += 1
+        for group in self.optimizer.param_groups:
+            group["lr"] *= 0.5
+
+    def state_dict(self):
+        return {"halvings": self.halvings}
+
+    def load_state_dict(self, state):
+        self.halvings = state["halvings"]
+
+
+def test_a_scheduler_goes_on_from_what_its_own_kind_saved(tmp_path, caplog):
+    def on(kind):
+        return {
+            Halving: Halving,
+            WarmupLR: lambda o: WarmupLR(o, warmup_num_steps=9),
+            torch.optim.lr_scheduler.LambdaLR: lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda n: 0.5**n),
+        }[kind]
+
+    kinds = {Halving: "halvings", WarmupLR: "last_batch_iteration", torch.optim.lr_scheduler.LambdaLR: "last_epoch"}
+    for saving in kinds:
+        engine, *_ = initialized(lr_scheduler=on(saving))
+        trained(engine, rows(4))
+        engine.save_checkpoint(tmp_path / saving.__name__)
+        for loading, position in kinds.items():
+            again, *_ = initialized(lr_scheduler=on(loading))
+            begins = getattr(again.lr_scheduler, position)
+            caplog.clear()
+            if loading is Halving and saving is not Halving:
+                continue  # (what its state has is its own business)
+            again.load_checkpoint(tmp_path / saving.__name__)
+            now = getattr(again.lr_scheduler, position)
+            assert now == (getattr(engine.lr_scheduler, position) if loading is saving else begins)
+            assert (f"says nothing of a {loading.__name__}: it begins anew" in caplog.text) == (loading is not saving)
 
 
 def test_a_folder_without_checkpoints_gives_none(tmp_path, caplog):

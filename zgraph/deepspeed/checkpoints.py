@@ -170,8 +170,9 @@ class Checkpoints:
                 "global_samples": runtime.samples or steps * self._batch.total,  # type: ignore[attr-defined]
                 "skipped_steps": skipped,
                 "micro_steps": steps * self._batch.parts,  # type: ignore[attr-defined]
-                "lr_scheduler": {"last_batch_iteration": steps - skipped - 1},
             }
+            if hasattr(self._training.scheduler, "last_batch_iteration"):
+                own["lr_scheduler"] = {"last_batch_iteration": steps - skipped - 1}
         self._count_on(own, scheduler=scheduler)
 
     def _count_on(self, own: Mapping[str, Any], *, scheduler: bool) -> None:
@@ -179,9 +180,10 @@ class Checkpoints:
             setattr(self._counters, name, own[name])
         held = self._training.scheduler
         saved = own.get("lr_scheduler")
-        if not scheduler or held is None or saved is None:
+        if not scheduler or held is None:
             return
-        if "last_epoch" in saved or hasattr(held, "last_batch_iteration"):
+        position = next((name for name in ("last_batch_iteration", "last_epoch") if hasattr(held, name)), None)
+        if saved is not None and (position is None or position in saved):
             held.load_state_dict(dict(saved))
         else:
             logger.warning("the checkpoint says nothing of a %s: it begins anew", type(held).__name__)

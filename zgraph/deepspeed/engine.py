@@ -57,6 +57,7 @@ class Training:
     optimizer: Any = None  # an `EngineOptimizer`, or the script's own
     planned: bool = True  # the plan's update program updates the weights
     scheduler: Any = None  # the scheduler that the engine steps
+    client_scheduler: Any = None  # the scheduler that the script gave: an object, or a function of the optimizer
     clips: float = 0.0  # the largest norm of the gradients (0: any), for an optimizer that the plan does not run
     skips: bool = False  # skip an update whose gradients are not finite (bf16 with the script's own optimizer)
     client: Any = None  # the script's own optimizer object
@@ -138,7 +139,8 @@ class DeepSpeedEngine(Checkpoints, Settings, Unsupported, nn.Module):  # type: i
 
     @property
     def client_lr_scheduler(self) -> Any:
-        return self._training.scheduler
+        """What the script gave `initialize` as `lr_scheduler`; None if the scheduler is the configuration's."""
+        return self._training.client_scheduler
 
     @property
     def training_dataloader(self) -> DeepSpeedDataLoader | None:

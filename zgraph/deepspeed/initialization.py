@@ -28,7 +28,7 @@ from zgraph.deepspeed.read_config import Config, fill, read
 from zgraph.deepspeed.recompile import recompile
 from zgraph.deepspeed.report import Report, Row
 from zgraph.deepspeed.translate import report as report_on
-from zgraph.deepspeed.unsupported import NoModel
+from zgraph.deepspeed.unsupported import InitializeMisuse
 from zgraph.deepspeed.utils.logging import LEVELS, set_log_level_from_string
 from zgraph.errors import ModelError, PlanError, UnsupportedError
 from zgraph.plan.clipping_and_ema import GradClip
@@ -74,14 +74,14 @@ def initialize(
     a plan that DeepSpeed has no key for ({"backend": "eager", "memory_budget": "20GiB"}). `optimizer` is an object of torch's
     or `zgraph.deepspeed.ops`, or a function of `model_parameters`; it takes precedence over the configuration's. Optimizers
     that plans support (Adam, AdamW, SGD, Adagrad, Lion, LAMB) run as the plan's compiled update; others step by themselves,
-    on shards. `lr_scheduler` is an object or a function of the optimizer. `training_data` gives a loader of this rank's
-    micro-batches.
+    on shards. `lr_scheduler` is an object or a function of the optimizer; it takes precedence too. `training_data` gives a
+    loader of this rank's micro-batches.
 
     All ranks must call it. A model that was initialized before keeps its weights and runs by the new configuration. Raises
     `PlanError` with a problem for each key that zgraph does not support, `ModelError` and others as `zgraph.compile` does.
     """
     if model is None:
-        raise NoModel("initialize needs a model", hint="initialize(model=model, config=…)")
+        raise InitializeMisuse("initialize needs a model", hint="initialize(model=model, config=…)")
     if isinstance(model, DeepSpeedEngine):
         model = model.module
     if not isinstance(model, nn.Module):
@@ -153,13 +153,17 @@ def _planned(config: dict[str, Any], given: Given, model: nn.Module) -> tuple[Pl
     translated = dict(config)
     if own:  # (a schedule needs an optimizer; this one is replaced below)
         translated["optimizer"] = {"type": "AdamW"}
-        if "optimizer" in config:
-            logger.warning("the configuration's optimizer is left out: initialize was given one")
+    if given.scheduler is not None:
+        translated.pop("scheduler", None)
     summed = translated.get("gradient_allreduce_op") == "sum" and not isinstance(model, PipelineModule)
     if summed:
         del translated["gradient_allreduce_op"]
     found = report_on(translated, world=comm.get_world_size(), model=model)
     plan = found.require_plan()
+    if own:
+        found = _overridden(found, config, "optimizer")
+    if given.scheduler is not None:
+        found = _overridden(found, config, "scheduler")
     if summed:
         said = "the engine multiplies each loss by the data-parallel ranks, over which the plan averages"
         found = replace(found, rows=(*found.rows, Row("gradient_allreduce_op", "sum", "applied", said)))
@@ -182,6 +186,18 @@ def _planned(config: dict[str, Any], given: Given, model: nn.Module) -> tuple[Pl
         fields["numerics"] = None
     asked = config.get("zgraph") or {}  # (the plan has these fields already)
     return plan.model_copy(update={k: v for k, v in fields.items() if k not in asked}), found
+
+
+def _overridden(found: Report, config: dict[str, Any], section: str) -> Report:
+    """Return the report with a section's keys as without effect, and say so: `initialize` was given an object in its
+    place."""
+    rows = [row for row in found.rows if row.key.split(".")[0] != section]
+    given = config.get(section)
+    if given:
+        said = f"initialize was given {'an' if section[0] in 'aeiou' else 'a'} {section}, which takes precedence"
+        logger.warning("the configuration's %s is left out: %s", section, said)
+        rows += [Row(f"{section}.{key}", value, "no effect here", said) for key, value in given.items()]
+    return replace(found, rows=tuple(rows))
 
 
 def _precision(plan: Plan) -> str | Precision:
@@ -249,6 +265,7 @@ def _to_device(model: nn.Module) -> None:
 def _given(model: nn.Module, optimizer: Any, model_parameters: Iterable[Any] | None, scheduler: Any) -> Given:
     """Return the objects that were passed, with the names of their parameters, before anything of the model is
     changed."""
+    _refuse_another_optimizers(scheduler, optimizer)
     groups = None if model_parameters is None else groups_of(_parameters(model_parameters))
     found = Given(scheduler=scheduler)
     if isinstance(optimizer, (EngineOptimizer, DeepSpeedEngine)):
@@ -272,6 +289,30 @@ def _given(model: nn.Module, optimizer: Any, model_parameters: Iterable[Any] | N
     return found
 
 
+def _is_scheduler(given: Any) -> bool:
+    return hasattr(given, "step") and not isinstance(given, type)
+
+
+def _refuse_another_optimizers(scheduler: Any, optimizer: Any) -> None:
+    """Raise `InitializeMisuse` for a scheduler object that would move another optimizer than the one that
+    `initialize` is given, and `ModelError` for what is neither a scheduler nor a function."""
+    if scheduler is None:
+        return
+    if not _is_scheduler(scheduler):
+        if not callable(scheduler):
+            raise ModelError(
+                f"lr_scheduler is a {type(scheduler).__name__}, no scheduler and no function that makes one"
+            )
+        return
+    moved = getattr(scheduler, "optimizer", None)
+    if isinstance(moved, torch.optim.Optimizer) and moved is not optimizer:
+        raise InitializeMisuse(
+            f"lr_scheduler is a {type(scheduler).__name__} of another optimizer than the engine's",
+            why="it would change learning rates that no step uses",
+            hint="give initialize its optimizer too; or a function of the optimizer, lr_scheduler=lambda optimizer: …",
+        )
+
+
 def _parameters(given: Iterable[Any]) -> Iterable[Any]:
     """Return a module's parameters, or what is given if it is not a module."""
     return given.parameters() if isinstance(given, nn.Module) else given
@@ -287,7 +328,6 @@ def _training(model: nn.Module, plan: Plan, given: Given, config: dict[str, Any]
     if value_of(config, "fp16.enabled"):
         _take_any_gradients(model)
     training = Training(client=given.optimizer, clips=float(value_of(config, "gradient_clipping", 1.0)))
-    record = _schedule(config, comm.get_world_size())
     if plan.optimizer is not None:
         training.optimizer = EngineOptimizer(handle, given.names or (), given.groups or ())
         if given.optimizer is not None:
@@ -297,7 +337,8 @@ def _training(model: nn.Module, plan: Plan, given: Given, config: dict[str, Any]
         handle.when_placed(lambda: rebind(given.optimizer, names, dict(model.named_parameters())))
         training.planned, training.optimizer = False, given.optimizer
         training.skips = bool(value_of(config, "bf16.enabled") and value_of(config, "bf16.check_grad_overflow", True))
-    training.scheduler = _scheduler(given.scheduler, record, training.optimizer)
+    training.client_scheduler = given.scheduler
+    training.scheduler = _scheduler(training, config)
     return training
 
 
@@ -336,13 +377,18 @@ def _schedule(config: dict[str, Any], world: int) -> AnySchedule | None:
     return report_on(part, world=world).require_plan().lr_schedule
 
 
-def _scheduler(given: Any, record: Any, optimizer: Any) -> Any:
-    """Return the script's own scheduler, else the configuration's on the engine's optimizer, else None."""
+def _scheduler(training: Training, config: dict[str, Any]) -> Any:
+    """Return the script's own scheduler, else the configuration's on the engine's optimizer; None without an
+    optimizer, or if neither gives one."""
+    given, optimizer = training.client_scheduler, training.optimizer
+    if optimizer is None:
+        if given is not None:
+            logger.warning("lr_scheduler is left out: there is no optimizer, so the engine makes no steps")
+        return None
     if given is not None:
-        if record is not None:
-            logger.warning("the configuration's scheduler is left out: initialize was given one")
-        return given if hasattr(given, "step") and not isinstance(given, type) else given(optimizer)
-    if record is None or optimizer is None:
+        return given if _is_scheduler(given) else given(training.client or optimizer)
+    record = _schedule(config, comm.get_world_size())
+    if record is None:
         return None
     if isinstance(record, TorchSchedule):
         return torch_scheduler(record, optimizer)

@@ -12,8 +12,9 @@ class EngineMisuse(StepError, AssertionError):
     """The error for a call that DeepSpeed rejects by an assertion: `except AssertionError` catches it too."""
 
 
-class NoModel(ModelError, AssertionError):
-    """The error of `initialize` without a model; an `AssertionError` as well, as in DeepSpeed."""
+class InitializeMisuse(ModelError, AssertionError):
+    """The error for arguments of `initialize` that DeepSpeed rejects by an assertion: no model, or a scheduler of
+    another optimizer."""
 
 
 class Unsupported:
