@@ -602,7 +602,6 @@ def _program(joint: fx.GraphModule, trace: Trace, name: str) -> Program:
     _annotate(graph)
     fold_effects(graph)
     by_node = _fold_sizes(graph, trace)
-    refuse_beyond_tables(graph)
     inputs: list[Port] = []
     outputs: list[tuple[Port, fx.Node]] = []
     for node in graph.find_nodes(op="placeholder"):
@@ -661,13 +660,16 @@ def _program(joint: fx.GraphModule, trace: Trace, name: str) -> Program:
 
 def _fold_sizes(graph: fx.Graph, trace: Trace) -> dict[fx.Node, TracedSize]:
     """Turn all sizes into numbers, except the capture's symbols, which get inputs of their own; return these inputs."""
-    if not trace.sizes:
+    found: dict[fx.Node, TracedSize] = {}
+    if trace.sizes:
+        refuse_numbers(trace.sizes, graph)
+        refuse_unknown(graph)
+        found = {node: size for size, node in canonical(graph, trace.sizes)}
+    else:
         fold_data_dependent_sizes(graph)
         _note_as_strided(graph, trace)
-        return {}
-    refuse_numbers(trace.sizes, graph)
-    refuse_unknown(graph)
-    return {node: size for size, node in canonical(graph, trace.sizes)}
+    refuse_beyond_tables(graph)
+    return found
 
 
 def _note_as_strided(graph: fx.Graph, trace: Trace) -> None:
