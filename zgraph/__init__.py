@@ -52,6 +52,7 @@ if TYPE_CHECKING:
         OneBitAdam,
         OneBitLAMB,
         ParamGroup,
+        ZeroOneAdam,
     )
     from zgraph.plan.plan import Plan
     from zgraph.plan.precision import Precision
@@ -88,6 +89,7 @@ __all__ = [
     "WarmupDecayLR",
     "WarmupLR",
     "Watch",
+    "ZeroOneAdam",
     "__version__",
     "calibrate",
     "compile",
@@ -112,6 +114,7 @@ _OPTIMIZERS = (
     "OneBitLAMB",
     "ParamGroup",
     "SGD",
+    "ZeroOneAdam",
 )
 _SCHEDULES = (
     "Constant",

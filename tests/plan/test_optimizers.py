@@ -26,12 +26,13 @@ from zgraph.plan.optimizers import (
     OneBitLAMB,
     Optimizer,
     ParamGroup,
+    ZeroOneAdam,
 )
 from zgraph.record import Record
 
 pytestmark = pytest.mark.core
 
-ALL = (Adam, AdamW, AdamW8bit, SGD, Adagrad, Lion, LAMB, Muon, OneBitAdam, OneBitLAMB)
+ALL = (Adam, AdamW, AdamW8bit, SGD, Adagrad, Lion, LAMB, Muon, OneBitAdam, OneBitLAMB, ZeroOneAdam)
 
 
 class Owner(Record, frozen=True):

@@ -9,14 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from one_bit import Net, Shared, Whole, batch, transfers, weights
 from ranks import Ranks
 from sweeps import sweep
-from torch import nn
 
 import zgraph
 from zgraph.errors import PlanError
-from zgraph.passes.analysis.costs import size_of
-from zgraph.program import collectives
 from zgraph.update.sign_compression import bytes_of, padded, read, residual_sizes, sent
 
 STEPS, FREEZE = 60, 9
@@ -31,33 +29,10 @@ LAMB = {
 }
 
 
-class Net(nn.Module):
-    """Sizes that ranks and bytes do not divide; rows of an embedding that never have a gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.table = nn.Embedding(9, 11)
-        self.a, self.b = nn.Linear(11, 13), nn.Linear(13, 5)
-        self.gain = nn.Parameter(torch.ones(()))
-
-    def forward(self, at):
-        return (self.b(self.a(self.table(at)).tanh()) * self.gain).square().mean()
-
-
 def plan(*, lamb: bool = False, **fields) -> zgraph.Plan:
     kind = zgraph.OneBitLAMB(freeze_steps=FREEZE, **ADAM, **LAMB) if lamb else None
     record = kind or zgraph.OneBitAdam(freeze_steps=FREEZE, **ADAM)
     return zgraph.Plan(**{"mesh": {"dp": -1}, "zero": 0, "backend": "eager", "optimizer": record, **fields})
-
-
-def batch(step: int, rank: int) -> torch.Tensor:
-    return torch.randint(0, 7, (6,), generator=torch.Generator().manual_seed(10 * step + rank))
-
-
-def weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    whole = lambda p: p.full_tensor() if hasattr(p, "full_tensor") else p  # noqa: E731
-    return {n: whole(p.detach()).clone() for n, p in model.named_parameters()}
 
 
 # -- signs ------------------------------------------------------------------------------------------------------------
@@ -117,36 +92,6 @@ def test_a_wrong_record_is_refused() -> None:
 
 
 # -- the reference ----------------------------------------------------------------------------------------------------
-def signs_of(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(C(x), x - C(x)): signs, that of zero positive, times the norm over the root of the number of elements."""
-    compressed = torch.where(x >= 0, 1.0, -1.0) * (x.norm() / math.sqrt(x.numel()))
-    return compressed, x - compressed
-
-
-class Shared:
-    """The compressed all-reduce of Tang et al., 2021, Algorithm 1, for one parameter: lines 7 to 12."""
-
-    def __init__(self, elements: int, ranks: int) -> None:
-        unit = ranks * ranks * 8 // math.gcd(ranks, 8)
-        self.elements, self.ranks = elements, ranks
-        self.size = elements + -elements % unit
-        self.workers = [torch.zeros(self.size) for _ in range(ranks)]
-        self.servers = [torch.zeros(self.size // ranks) for _ in range(ranks)]
-
-    def mean(self, given: list[torch.Tensor]) -> torch.Tensor:
-        parts = []
-        for rank, x in enumerate(given):
-            flat = torch.cat([x.flatten().float(), torch.zeros(self.size - self.elements)])
-            compressed, self.workers[rank] = signs_of(flat + self.workers[rank])
-            parts.append(compressed.view(self.ranks, -1))
-        found = []
-        for rank in range(self.ranks):
-            mean = torch.stack([p[rank] for p in parts]).sum(0) / self.ranks
-            compressed, self.servers[rank] = signs_of(mean + self.servers[rank])
-            found.append(compressed)
-        return torch.cat(found)[: self.elements].view(given[0].shape)
-
-
 class Reference:
     """1-bit Adam on all ranks at once: Adam without bias corrections; then v stays, and momenta are shared by `Shared`."""
 
@@ -309,12 +254,6 @@ def test_inductor_sends_signs_too(two: Ranks, lamb: bool) -> None:
     assert follows(two, 2, FREEZE + 6, backend="inductor", lamb=lamb) <= 1e-5
 
 
-def transfers(program) -> list[tuple[str, int]]:
-    """The collectives of a program, and the bytes that each rank gives to one."""
-    starts = [n for n in program.graph.nodes if collectives.is_start(n)]
-    return [(collectives.kind(n), size_of(n.all_input_nodes[0])) for n in starts]
-
-
 def sent_by_step() -> tuple[list, list, int]:
     model = zgraph.compile(Net(), plan())
     runtime = model.zgraph.runtime
@@ -391,10 +330,3 @@ def test_one_rank_sends_nothing_and_freezes_all_the_same() -> None:
         expected = reference.step([[batch(step, 0)]])
     found = weights(model)
     assert all((found[n] - v).abs().max() <= 1e-6 for n, v in expected.items())
-
-
-class Whole:
-    """What one rank shares with itself."""
-
-    def mean(self, given: list[torch.Tensor]) -> torch.Tensor:
-        return given[0]

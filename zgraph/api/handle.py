@@ -529,7 +529,8 @@ class Handle(Compiled):
 
         All ranks must call it. Programs are compiled again at the next calls; parameters stay the same objects, so
         optimizers keep working. Raises `ModelError` if the mesh or the layout of parameters would change (ZeRO stages 1 to 3
-        share one), `RankMismatchError` if ranks give different plans.
+        share one), `RankMismatchError` if ranks give different plans, `StepError` if another optimizer would go on from
+        weights in the middle of a round of local steps.
         """
         old = self.runtime
         world = max(1, len(old.everyone.ranks))
@@ -553,6 +554,8 @@ class Handle(Compiled):
                 why="an optimizer holds the parameters as they are now",
                 hint="stages 1, 2 and 3 share a layout; for stage 0 or another threshold compile a fresh model, and load a state dict",
             )
+        if type(plan.optimizer) is not type(old.plan.optimizer):
+            old.updater.rounds.refuse_open("recompile can't change the optimizer")
         old.everyone.vote("the plan of recompile", plan.hash())
         made: Runtime
         if isinstance(old, PipelineRuntime):

@@ -103,9 +103,9 @@ def resident_of(
 
 
 def unsent_bytes(members: Sequence[Member], specs: Mapping[str, ParamSpec], sizes: Mapping[str, int]) -> int:
-    """Return the bytes of what a rank has not sent of its momenta (their residuals), once they are sent as signs."""
+    """Return the bytes of what a rank has not sent of what it shares in signs (the residuals), once it does."""
     ranks = sizes.get(DATA_DIM, 1)
-    sending = [m.name for m in members if m.record is not None and RULES[m.record.name].after_freeze is not None]
+    sending = [m.name for m in members if m.record is not None and RULES[m.record.name].unreduced]
     return 4 * sum(sum(residual_sizes(math.prod(specs[n].shape), ranks).values()) for n in sending)
 
 

@@ -138,6 +138,7 @@ class _Parts:
     extra: dict[str, Any]  # values for modules' `set_extra_state`, by the modules' paths
     programs: dict[str, str]  # hashes of the programs that this rank ran
     residuals: dict[str, Any] | None  # see `zgraph.update.error_feedback`; None: to begin anew
+    local: dict[str, torch.Tensor]  # what this rank has of its own in rounds of local steps
 
 
 def _opened(runtime: Runtime, path: Path, tag: str | None, partial: bool) -> Source:
@@ -156,6 +157,7 @@ def _prepared(runtime: Runtime, source: Source, optimizer: bool, objects: dict[s
     runtime.shards.refresh()
     loading = planned(runtime, source, optimizer)
     random, client, extra, programs, residuals = None, {}, {}, source.known.programs, None
+    local: dict[str, torch.Tensor] = {}
     if isinstance(source, Checkpoint):
         own = source.own(runtime.everyone.rank())
         if own is not None:
@@ -163,7 +165,9 @@ def _prepared(runtime: Runtime, source: Source, optimizer: bool, objects: dict[s
             programs = saved if isinstance(saved := own.get("programs"), dict) else programs
         client = _client_state(runtime.everyone, source)
         first = source.own(0) or {}
-        residuals = _residuals(runtime, source, own if own is not None else first, loading) if optimizer else None
+        if optimizer:
+            residuals = _residuals(runtime, source, own if own is not None else first, loading)
+            local = _local(runtime, source, own if own is not None else first, loading)
         extra = decode(first.get("extra", {}), _copier(source))
         mine = state.extra_states(runtime.module).keys()
         if mine != extra.keys():
@@ -181,7 +185,7 @@ def _prepared(runtime: Runtime, source: Source, optimizer: bool, objects: dict[s
                 f"client_state[{key!r}] is a {type(target).__name__}, which has no load_state_dict()",
                 hint="leave it out, and take its value from what load_checkpoint returns",
             )
-    return _Parts(loading, optimizer, random, client, extra, programs, residuals)
+    return _Parts(loading, optimizer, random, client, extra, programs, residuals, local)
 
 
 def _residuals(runtime: Runtime, source: Checkpoint, own: dict[str, Any], loading: Loading) -> dict[str, Any] | None:
@@ -198,6 +202,21 @@ def _residuals(runtime: Runtime, source: Checkpoint, own: dict[str, Any], loadin
         )
         saved["residuals"] = {}
     return saved
+
+
+def _local(runtime: Runtime, source: Checkpoint, own: dict[str, Any], loading: Loading) -> dict[str, torch.Tensor]:
+    """Return what this rank has of its own in rounds of local steps. If the mesh is another than at the save it is
+    lost, with a note: weights are those of the last synchronization."""
+    if "local" not in own:
+        return {}
+    before, now = source.known.mesh, mesh_of(runtime.sizes, runtime.updater.held)
+    if before == now:
+        return decode(own["local"], _copier(source))  # type: ignore[no-any-return]
+    loading.notes.append(
+        f"local steps since the last synchronization are of the ranks of mesh {before}, and it is {now} now: they are lost, "
+        "and each momentum is one of those ranks'"
+    )
+    return {}
 
 
 def _copier(source: Source) -> Callable[[str], torch.Tensor]:
@@ -457,6 +476,8 @@ def _apply(runtime: Runtime, source: Source, parts: _Parts, objects: dict[str, A
         raise
     for param in runtime.shards.params().values():
         param.grad = None
+    with torch.inference_mode(False):
+        updater.rounds.restore(parts.local)
     runtime.weights_changed(list(runtime.shards.params()))
     runtime.shards.pending &= loading.missing
     steps = source.known.steps

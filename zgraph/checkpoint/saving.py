@@ -47,7 +47,7 @@ class Snapshot:
     known: Known  # what is known of the run besides tensors
     client: dict[str, Any]  # what the user added, encoded, by key
     sums: dict[str, str]  # a checksum of each value in `client`, by key
-    own: dict[str, Any]  # state that is this rank's alone: random states, extra states, residuals
+    own: dict[str, Any]  # this rank's alone: random states, extra states, residuals, local steps
 
 
 class Staging:
@@ -173,6 +173,8 @@ def snapshot(runtime: Runtime, client_state: dict[str, Any] | None, frozen: bool
     residuals = runtime.updater.residuals.state()
     if residuals is not None:
         own["residuals"] = encode(residuals, keep, "the residuals")
+    if local := runtime.updater.rounds.own():
+        own["local"] = encode(local, keep, "the weights of local steps")
     if runtime.held is not None:  # (a stage's ranks run programs of their own)
         own["programs"] = dict(runtime.votes.digests)
     tensors |= added

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import random
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from zgraph.checkpoint.source import MODEL, OPTIMIZER
 from zgraph.errors import CheckpointError, StepError
 from zgraph.torch_compat.dtensors import detached
+from zgraph.update.build_update import MASTER
 from zgraph.update.owned_parameters import mesh_of
 from zgraph.update.resume import Known
 
@@ -73,8 +74,23 @@ def tensors_of(runtime: Runtime, left_out: Collection[str] = ()) -> dict[str, to
         for param, shown in optimizer.state.items():
             if id(param) in names:  # (else it was replaced, or is another stage's to write)
                 held |= {f"{OPTIMIZER}{names[id(param)]}.{key}": value for key, value in shown.items()}
+    held |= synchronized(runtime, held)
     loads: dict[int, list[int]] = {}
     return {name: t for name, t in held.items() if is_mine(t, runtime.mesh, loads)}
+
+
+def synchronized(runtime: Runtime, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return what is saved, of the tensors `held`, in place of weights that each rank has of its own: the last that all
+    ranks had."""
+    found: dict[str, torch.Tensor] = {}
+    common = runtime.updater.rounds.synchronized()
+    names: dict[int, list[str]] = {}
+    for name, param in runtime.module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    for name, weight in common.items():
+        found |= {MODEL + n: weight for n in names[id(runtime.shards.params()[name])]}
+        found[f"{OPTIMIZER}{name}.{MASTER}"] = weight
+    return {n: t.detach().to(held[n].dtype) for n, t in found.items() if n in held}
 
 
 def of_module(runtime: Runtime) -> dict[str, torch.Tensor]:

@@ -20,11 +20,11 @@ _TYPES: dict[str, tuple[str, dict[str, Any]]] = {
     "lamb": ("LAMB", {"lr": 1e-3}),
     "onebitadam": ("OneBitAdam", {"lr": 1e-3}),
     "onebitlamb": ("OneBitLAMB", {"lr": 1e-3}),
+    "zerooneadam": ("ZeroOneAdam", {"lr": 1e-3}),
     "lion": ("Lion", {"lr": 1e-3, "betas": [0.9, 0.99]}),
     "sgd": ("SGD", {"lr": 1e-3}),
 }
 _WITHOUT = {
-    "zerooneadam": "0/1 Adam",
     "muadam": "mup's Adam",
     "muadamw": "mup's AdamW",
     "musgd": "mup's SGD",
@@ -84,12 +84,12 @@ def _with_params(draft: Draft, name: str, defaults: dict[str, Any], params: dict
             "optimizer.params.max_grad_norm", "DeepSpeed refuses it too", '"gradient_clipping" of the configuration'
         )
         return
-    ignored = (*_IGNORED, *(_OF_ONE_BIT if name in _RENAMED else ()))
+    record = getattr(optimizers, name)
+    ignored = (*_IGNORED, *(_OF_ONE_BIT if issubclass(record, optimizers.OneBitOptimizer) else ()))
     renamed = {k: new for k, new in _RENAMED.get(name, {}).items() if k in params}
     params = {renamed.get(k, k): v for k, v in params.items()}
     asked = {new: old for old, new in renamed.items()}
     given = {k: v for k, v in params.items() if k not in ignored and not draft.is_refused(f"optimizer.params.{k}")}
-    record = getattr(optimizers, name)
     if given.get("bias_correction") is True and "bias_correction" not in record.model_fields:
         del given["bias_correction"]
         draft.say("optimizer.params.bias_correction", "equivalent", "averages are corrected")

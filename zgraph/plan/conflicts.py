@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zgraph.errors import PlanError
+from zgraph.plan.optimizers import OneBitOptimizer, ZeroOneAdam
 from zgraph.plan.shapes import FIXED_BY, buckets_of, hot_of, sizes_in
 
 
@@ -143,22 +144,22 @@ def _fixed(where: str, when: Callable[[Any], bool], why: str) -> Conflict:
 
 
 def _not_with_signs(where: str, when: Callable[[Any], bool], what: str, why: str, hint: str) -> Conflict:
-    """Return a conflict with an optimizer that, from some step on, sends momenta in signs instead of gradients."""
-    return Conflict(where, lambda plan: hasattr(plan.optimizer, "freeze_steps") and when(plan), what, hint, why)
+    """Return a conflict with an optimizer that, at some of its steps, shares signs instead of gradients."""
+    return Conflict(where, lambda plan: isinstance(plan.optimizer, OneBitOptimizer) and when(plan), what, hint, why)
 
 
-WITH_MOMENTA_IN_SIGNS = (
+WITH_SIGNS = (
     _not_with_signs(
         "optimizer",
         lambda plan: plan.zero > 0,
-        "a 1-bit optimizer shares momenta of gradients that are not reduced, and zero is {plan.zero}",
+        "a 1-bit optimizer takes gradients that are not reduced, and zero is {plan.zero}",
         "each rank has to keep whole momenta, and whole gradients until the update: other stages divide them",
         "zero=0, or an optimizer such as AdamW",
     ),
     _not_with_signs(
         "mesh",
         lambda plan: any(size != 1 for dim, size in plan.mesh.items() if dim != "dp"),
-        "a 1-bit optimizer shares momenta over the ranks of dp, and the mesh has others",
+        "a 1-bit optimizer shares signs over the ranks of dp, and the mesh has others",
         "what it sends is summed over one dimension alone",
         'mesh={"dp": -1}',
     ),
@@ -166,14 +167,14 @@ WITH_MOMENTA_IN_SIGNS = (
         "grad_clip.error_if_nonfinite",
         _errs_if_nonfinite,
         "error_if_nonfinite is set together with a 1-bit optimizer",
-        "once it has warmed up each rank clips its own gradient, and knows its norm alone",
+        "at steps that share signs each rank clips its own gradient, and knows its norm alone",
         'on_nonfinite="stop", which all ranks decide',
     ),
     _not_with_signs(
         "wire",
         lambda plan: bool(plan.wire.compresses),
         "wire is set together with a 1-bit optimizer, which compresses what ranks share itself",
-        "gradients are sent only while it warms up, when they are to be exact",
+        "gradients are sent as they are only where they are to be exact",
         LEAVE_OUT,
     ),
     _not_with_signs(
@@ -181,6 +182,13 @@ WITH_MOMENTA_IN_SIGNS = (
         lambda plan: plan.offload.tier("optimizer") is not None,
         "offload.optimizer is set together with a 1-bit optimizer",
         "what it has not sent stays on the device",
+        LEAVE_OUT,
+    ),
+    _not_with_signs(
+        "ema",
+        lambda plan: plan.ema is not None and isinstance(plan.optimizer, ZeroOneAdam),
+        "ema is set together with ZeroOneAdam",
+        "between two synchronizations each rank has weights of its own, and so would have averages",
         LEAVE_OUT,
     ),
 )
@@ -265,7 +273,7 @@ CONFLICTS = (
         why="what was not sent is part of the optimizer's state, and of checkpoints",
         hint=GIVE_OPTIMIZER,
     ),
-    *WITH_MOMENTA_IN_SIGNS,
+    *WITH_SIGNS,
     Conflict(
         "lr_schedule",
         lambda plan: plan.lr_schedule is not None and plan.optimizer is None,

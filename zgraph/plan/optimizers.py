@@ -7,6 +7,7 @@ parameters that are updated with other numbers, and `decay="matrices"`, which le
 from __future__ import annotations
 
 from collections.abc import Iterator
+from enum import Enum
 from typing import Annotated, Any, Literal, Self, Union
 
 from pydantic import AfterValidator, BeforeValidator, Field, FiniteFloat, StrictBool, StrictInt, model_validator
@@ -27,8 +28,11 @@ __all__ = [
     "Muon",
     "OneBitAdam",
     "OneBitLAMB",
+    "OneBitOptimizer",
     "Optimizer",
     "ParamGroup",
+    "UpdateKind",
+    "ZeroOneAdam",
 ]
 
 Rate = Annotated[FiniteFloat, Field(ge=0)]
@@ -40,6 +44,7 @@ Maximize = Annotated[StrictBool, Field(description="step up the gradient instead
 Nesterov = Annotated[StrictBool, Field(description="use Nesterov's momentum")]
 MaxCoeff = Annotated[Rate, Field(description="the largest ratio of a weight's norm to its update's")]
 MinCoeff = Annotated[Rate, Field(description="the smallest")]
+Count = Annotated[StrictInt, Field(ge=1)]
 FreezeSteps = Annotated[
     StrictInt, Field(ge=1, description="steps before the squares' average is frozen, and momenta are sent in signs")
 ]
@@ -76,6 +81,16 @@ class ParamGroup(Record, frozen=True):
         return hash((self.match, frozenset(self.overrides.items())))
 
 
+class UpdateKind(Enum):
+    """What ranks share for one update."""
+
+    GRADIENTS = "gradients"  # as they are: the backward reduces them
+    GRADIENT_SIGNS = "signs of gradients"  # in the update, as all that follow
+    MOMENTUM_SIGNS = "signs of momenta"
+    NOTHING = "nothing"  # each rank goes on by itself
+    ROUND_SIGNS = "signs of a round's steps"  # what each rank has moved by since they shared last
+
+
 class Optimizer(Record, frozen=True):
     """The fields that all optimizers have."""
 
@@ -90,6 +105,10 @@ class Optimizer(Record, frozen=True):
     def _records(self) -> tuple[Optimizer, ...]:
         """Return the records whose fields a group may override."""
         return (self,)
+
+    def kind(self, step: int) -> UpdateKind:
+        """Return what ranks share for an update; `step` counts from 1, skipped steps included."""
+        return UpdateKind.GRADIENTS
 
     @model_validator(mode="after")
     def _check_groups(self) -> Self:
@@ -115,7 +134,11 @@ class Optimizer(Record, frozen=True):
             yield PlanError(f"unknown key {key!r}", where=f"groups[{at}].{key}", hint=did_you_mean(key, known))
 
 
-_FOR_ALL = ("name", "groups", "decay", "companion", "companion_modules", "freeze_steps")
+# What is the same for all parameters.
+_FOR_ALL = (
+    *("name", "groups", "decay", "companion", "companion_modules", "freeze_steps"),
+    *("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper"),
+)
 
 
 def _refuse_above(record: Optimizer, least: str, most: str) -> None:
@@ -260,7 +283,15 @@ class Muon(Optimizer, frozen=True):
         return self
 
 
-class OneBitAdam(Optimizer, frozen=True):
+class OneBitOptimizer(Optimizer, frozen=True):
+    """An optimizer that takes gradients which are not reduced, and shares signs itself, at some of its steps."""
+
+    def begins_anew(self, step: int) -> bool:
+        """Return whether what ranks have not sent before this step is of another quantity, and is dropped."""
+        return False
+
+
+class OneBitAdam(OneBitOptimizer, frozen=True):
     """Tang et al., 2021, as in DeepSpeed 0.19.6: Adam without bias corrections that sends signs of its momentum once
     it has warmed up.
 
@@ -272,8 +303,11 @@ class OneBitAdam(Optimizer, frozen=True):
     eps: Eps = 1e-8
     freeze_steps: FreezeSteps = 100_000
 
+    def kind(self, step: int) -> UpdateKind:
+        return UpdateKind.GRADIENTS if step <= self.freeze_steps else UpdateKind.MOMENTUM_SIGNS
 
-class OneBitLAMB(Optimizer, frozen=True):
+
+class OneBitLAMB(OneBitOptimizer, frozen=True):
     """Li et al., 2021, as in DeepSpeed 0.19.6: LAMB without bias corrections that sends signs of its momentum once it
     has warmed up.
 
@@ -292,6 +326,9 @@ class OneBitLAMB(Optimizer, frozen=True):
     factor_min: Rate = Field(default=0.5, description="the smallest")
     factor_threshold: Beta = Field(default=0.1, description="how much of itself the factor may change in a step")
 
+    def kind(self, step: int) -> UpdateKind:
+        return UpdateKind.GRADIENTS if step <= self.freeze_steps else UpdateKind.MOMENTUM_SIGNS
+
     @model_validator(mode="after")
     def _check_bounds(self) -> Self:
         _refuse_above(self, "min_coeff", "max_coeff")
@@ -299,7 +336,51 @@ class OneBitLAMB(Optimizer, frozen=True):
         return self
 
 
-_ALL = (Adam, AdamW, AdamW8bit, SGD, Adagrad, Lion, LAMB, Muon, OneBitAdam, OneBitLAMB)
+class ZeroOneAdam(OneBitOptimizer, frozen=True):
+    """Lu et al., 2022, as in DeepSpeed 0.19.6: Adam without bias corrections that shares gradients as they are at ever
+    fewer steps, signs of them at the others, and in the end signs of what several local steps have moved.
+
+    Weight decay is decoupled, as in AdamW.
+    """
+
+    name: Literal["ZeroOneAdam"] = "ZeroOneAdam"
+    betas: Betas = (0.9, 0.999)
+    eps: Eps = 1e-8
+    var_freeze_step: Count = Field(
+        default=100_000, description="the last step at which the squares' average may change"
+    )
+    var_update_scaler: Count = Field(
+        default=16, description="changes of the squares' average after which the interval between them doubles"
+    )
+    local_step_scaler: Count = Field(
+        default=32_678, description="steps after which the interval between synchronizations doubles"
+    )
+    local_step_clipper: Count = Field(default=16, description="the longest interval between synchronizations")
+
+    def variance_interval(self, step: int) -> int:
+        """Return at which multiples the squares' average changes, at this step up to `var_freeze_step`."""
+        interval, last = 1, 0  # (the last step of the intervals before)
+        while step > (last := (last // interval + self.var_update_scaler) * interval):
+            interval *= 2
+        return interval
+
+    def local_interval(self, step: int) -> int:
+        """Return at which multiples ranks synchronize, at this step after `var_freeze_step`."""
+        doublings = (step - self.var_freeze_step - 1) // self.local_step_scaler
+        return min(self.local_step_clipper, 2 ** min(doublings, self.local_step_clipper.bit_length()))
+
+    def kind(self, step: int) -> UpdateKind:
+        if step <= self.var_freeze_step:
+            exact = step % self.variance_interval(step) == 0
+            return UpdateKind.GRADIENTS if exact else UpdateKind.GRADIENT_SIGNS
+        ends = step % self.local_interval(step) == 0
+        return UpdateKind.ROUND_SIGNS if ends else UpdateKind.NOTHING
+
+    def begins_anew(self, step: int) -> bool:
+        return step == self.var_freeze_step + 1
+
+
+_ALL = (Adam, AdamW, AdamW8bit, SGD, Adagrad, Lion, LAMB, Muon, OneBitAdam, OneBitLAMB, ZeroOneAdam)
 _NAMES = {str(record.model_fields["name"].default): record for record in _ALL}
 
 
@@ -319,7 +400,7 @@ def _known(value: Any) -> Any:
 
 
 AnyOptimizer = Annotated[
-    Union[Adam, AdamW, AdamW8bit, SGD, Adagrad, Lion, LAMB, Muon, OneBitAdam, OneBitLAMB],  # noqa: UP007 (pydantic needs a union at run time)
+    Union[Adam, AdamW, AdamW8bit, SGD, Adagrad, Lion, LAMB, Muon, OneBitAdam, OneBitLAMB, ZeroOneAdam],  # noqa: UP007 (pydantic needs a union at run time)
     Field(discriminator="name"),
     BeforeValidator(_known),
 ]

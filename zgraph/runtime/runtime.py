@@ -321,7 +321,7 @@ class Runtime(Rank):
         the whole weights that the forward ran with, `adds` returns the parameters whose `.grad` the backward adds to.
         """
         adds = functools.cache(adds)
-        reduction = self.waiting.reduction(adds, accumulating=self.accumulating, never=self.updater.frozen)
+        reduction = self.waiting.reduction(adds, accumulating=self.accumulating, never=not self.updater.reduces)
         executable = step.backward(reduction.now, bool(reduction.added))
         bindings, left = executable.bindings, iter(saved)
         residuals = self.updater.residuals

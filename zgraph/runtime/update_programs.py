@@ -15,6 +15,7 @@ from zgraph.codegen.executable import Executable
 from zgraph.codegen.port_bindings import Bindings
 from zgraph.codegen.update_chunks import UpdateExecutable, compile_chunk, compile_chunks
 from zgraph.passes import History, verify_program
+from zgraph.plan.optimizers import UpdateKind
 from zgraph.program.program import Program
 from zgraph.runtime.delayed_updates import refuse_late_collectives
 from zgraph.runtime.rank import Rank
@@ -45,7 +46,7 @@ class UpdatePrograms:
     def __init__(self, rank: Rank, states: States) -> None:
         self.rank = rank
         self.states = states
-        self._programs: dict[tuple[tuple[tuple[str, str], ...], bool], CompiledUpdate] = {}
+        self._programs: dict[tuple[tuple[tuple[str, str], ...], UpdateKind], CompiledUpdate] = {}
         self._last: tuple[tuple[str, ...], CompiledUpdate] | None = None
 
     def histories(self) -> dict[str, History]:
@@ -77,7 +78,7 @@ class UpdatePrograms:
             return self._last[1]
         self.states.count_apart(names)
         members = [self.states.members.get(n, Member(n, None, -1)) for n in names]
-        key = tuple((m.name, m.count) for m in members), options.frozen
+        key = tuple((m.name, m.count) for m in members), options.kind
         if key not in self._programs:
             self._programs[key] = self._make(members, options)
         self._last = names, self._programs[key]

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from zgraph.build.update_program import update_options
 from zgraph.codegen.port_bindings import Sources
 from zgraph.errors import PlanError, StepError
+from zgraph.plan.optimizers import OneBitOptimizer, UpdateKind
 from zgraph.program.program import InputRole, OutputRole
 from zgraph.ranks import progress
 from zgraph.ranks.foreseen_actions import Coming
@@ -21,6 +22,7 @@ from zgraph.runtime.delayed_updates import DelayedUpdates
 from zgraph.runtime.ema_weights import EmaWeights
 from zgraph.runtime.failed_updates import FailedUpdates
 from zgraph.runtime.learning_rates import LearningRates
+from zgraph.runtime.local_rounds import LocalRounds
 from zgraph.runtime.out_of_memory import explained
 from zgraph.runtime.rank import Rank
 from zgraph.runtime.step_outcomes import StepOutcomes
@@ -66,6 +68,7 @@ class Updater:
         home = runtime.tiers.of("optimizer")
         self.states = States(members, runtime.shards, self.options, runtime.device, self.optimizer, home)
         self.residuals = ErrorFeedback(runtime.device)
+        self.rounds = LocalRounds(runtime.shards, self.states)
         self.grad_norm: torch.Tensor | None = None
         self.hooks: list[Callable[[dict[str, torch.Tensor]], None]] = []
         self.calls = 0
@@ -94,6 +97,10 @@ class Updater:
             old.finish()
         self.states.adopt(old.states, copies=copies)
         self.residuals.adopt(old.residuals, copies=copies)
+        sends, sent = self.runtime.plan.optimizer, old.runtime.plan.optimizer
+        if isinstance(sent, OneBitOptimizer) and type(sends) is not type(sent):
+            self.residuals.clear()  # (what was not sent is of another quantity)
+        self.rounds.adopt(old.rounds)
         self._delayed.adopt(old._delayed)
         self.consistency.adopt(old.consistency)
         self.calls, self.hooks = old.calls, list(old.hooks)
@@ -123,10 +130,15 @@ class Updater:
         self.programs.clear()
 
     @property
-    def frozen(self) -> bool:
-        """Whether the next update takes gradients unreduced and sends signs of momenta."""
-        freeze = getattr(self.runtime.plan.optimizer, "freeze_steps", None)
-        return freeze is not None and self.calls >= freeze
+    def kind(self) -> UpdateKind:
+        """What ranks share for the next update."""
+        record = self.runtime.plan.optimizer
+        return UpdateKind.GRADIENTS if record is None else record.kind(self.calls + 1)
+
+    @property
+    def reduces(self) -> bool:
+        """Whether the next update takes reduced gradients."""
+        return self.kind is UpdateKind.GRADIENTS
 
     def make_states(self) -> None:
         """Make the states that the first update would make; take over what the user has changed in the others."""
@@ -241,10 +253,9 @@ class Updater:
         if self.rates is not None:
             self.rates.set(self.calls - self.outcomes.skipped())
         self.numbers.agree(names, self._changes, coming)
-        if self.frozen != self.options.frozen:
-            self.options = replace(self.options, frozen=self.frozen)
-            self.programs.forget_last()
-        if not self.frozen:
+        self.rounds.begin()
+        self._turn_to(self.kind)
+        if self.reduces:
             runtime.reduce_leftovers()
         self._run_hooks(names)
         late = self.options.late()
@@ -262,6 +273,7 @@ class Updater:
                 runtime.first_gathers.drop()
                 raise
             runtime.weights_changed(timely)
+            self.rounds.stepped(names, local=self.options.kind is UpdateKind.NOTHING)
             runtime.first_gathers.finish()
         self.calls += 1
         if runtime.nonfinite is not None and counted is not None and before is not None:
@@ -273,6 +285,15 @@ class Updater:
         if runtime.nonfinite is not None and runtime.nonfinite.explains and runtime.device.type == "cpu":
             self.outcomes.settle(self.calls)
         return norm
+
+    def _turn_to(self, kind: UpdateKind) -> None:
+        """Let the next update be of this kind."""
+        if kind is not self.options.kind:
+            self.options = replace(self.options, kind=kind)
+            self.programs.forget_last()
+        record = self.runtime.plan.optimizer
+        if isinstance(record, OneBitOptimizer) and record.begins_anew(self.calls + 1):
+            self.residuals.clear()
 
     def coming(self) -> Coming:
         """Return what this rank tells in votes about the next update."""

@@ -8,6 +8,9 @@ step is skipped, are reduced over the mesh dimension "pp" as well; and gradients
 hold are summed over these stages before anything else. Programs of different stages share these collectives alone, in
 this order: the sums by their parameters' names, the norm, the skip.
 
+Where gradients are not reduced, ranks share something else in signs (`zgraph.update.compressed_means`): before the
+rules, in place of gradients, or after them, where each rank's own updates end in a synchronization.
+
 Rules are plain functions (see `zgraph.update.optimizer_rule`), traced once for each kind of parameter and put in once
 for each parameter. Arithmetic on single numbers (step sizes, bias corrections) is shared by all parameters and done in
 float64. Programs are pure here: new values are outputs, which the pass `write_in_place` turns into writes.
@@ -16,7 +19,7 @@ float64. Programs are pure here: new values are outputs, which the pass `write_i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,20 +27,21 @@ import torch
 from torch import Tensor, fx
 
 from zgraph.plan.loss_scaling import LossScale
+from zgraph.plan.optimizers import UpdateKind
 from zgraph.program import collectives
 from zgraph.program.node import tensor
 from zgraph.program.program import DATA_DIMS, STAGE_DIM, InputRole, OutputRole, ParamSpec, Port, Program
 from zgraph.update import scaler
 from zgraph.update.assembler import Assembler, all_reduce
-from zgraph.update.compressed_momenta import CompressedMomenta
-from zgraph.update.optimizer_rule import Part, Rule, State, Unsharded
+from zgraph.update.compressed_means import CompressedMeans
+from zgraph.update.optimizer_rule import Part, Rule, State, Synchronization, Unreduced, Unsharded
 from zgraph.update.optimizer_rules import RULES
 from zgraph.update.parameter_groups import Member
 from zgraph.update.skip_nonfinite import found_nonfinite
 
 MASTER = "master"
 EMA = "ema"
-DATA_DIM = DATA_DIMS[0]  # momenta are averaged over it
+DATA_DIM = DATA_DIMS[0]  # what is shared in signs is averaged over it
 AHEAD = "ahead"  # the newest value of a parameter whose updates run late: the model gets it one step later
 DERIVED = (MASTER, EMA, AHEAD)  # states that can be initialized from the weight
 NONFINITE = "nonfinite"  # the number of steps that were not finite, except for overflows that a loss scale causes
@@ -62,8 +66,7 @@ class UpdateOptions:
     # tiers of offloaded states, by parameter; those of other parameters are on the device
     homes: Mapping[str, str] = field(default_factory=dict)
     delayed: bool = False  # offloaded updates run late, on a copy of the parameter in the same tier
-    # gradients are not reduced, and ranks share momenta in signs (`zgraph.update.compressed_momenta`)
-    frozen: bool = False
+    kind: UpdateKind = UpdateKind.GRADIENTS  # what ranks share; gradients are reduced only if it is they
 
     def late(self) -> frozenset[str]:
         """Return the parameters whose updates run late."""
@@ -73,18 +76,24 @@ class UpdateOptions:
 def states_of(member: Member, spec: ParamSpec, options: UpdateOptions) -> dict[str, State]:
     """Return the states of one parameter on this rank, padding rows included, the fp32 master weight first."""
     held: dict[str, State] = {}
-    wide = torch.float64 if spec.dtype is torch.float64 else torch.float32
+    wide = _wide(spec)
     if spec.dtype in (torch.float16, torch.bfloat16):
         held[MASTER] = State(spec.shard_shape)
     rule = RULES[member.record.name]
     for name, state in rule.states(member.record, spec.shard_shape, wide, spec.whole_shape).items():
         low = state.dtype is torch.float32 and len(state.shape) == len(spec.shape)
-        held[name] = replace(state, dtype=options.state_dtype) if low and not state.of_rows else state
+        low = low and not (state.of_rows or state.weight)
+        held[name] = replace(state, dtype=options.state_dtype) if low else state
     if options.ema is not None:
         held[EMA] = State(spec.shard_shape, wide)
     if member.name in options.late():
         held[AHEAD] = State(spec.shard_shape, spec.dtype)
     return held
+
+
+def _wide(spec: ParamSpec) -> torch.dtype:
+    """Return the dtype that a parameter is updated in."""
+    return torch.float64 if spec.dtype is torch.float64 else torch.float32
 
 
 def state_bytes_of(member: Member, spec: ParamSpec, options: UpdateOptions) -> int:
@@ -244,21 +253,30 @@ class _Builder:
         overflow = self._skip(inputs, grads, norm, results)
         self._advance_scale(inputs.scaling, overflow, results)
         steps = self._advance_counts(inputs.counts, overflow, results)
-        taken = self._momenta(updated, inputs, clipped, overflow, results) if self.options.frozen else clipped
+        taken = self._shared(updated, inputs, clipped, overflow, results)
+        new = {m.name: self._update(m, inputs, taken[m.name], steps[m.count], overflow) for m in updated}
+        self._synchronize(updated, inputs, new, results)
         for member in updated:
-            results += self._update(member, inputs, taken[member.name], steps[member.count], overflow)
+            results += self._written(member, inputs, new[member.name])
         for member in members:
-            old, new = inputs.grads[member.name], clipped[member.name]
-            if member.record is None and new is not old:
+            old, clip = inputs.grads[member.name], clipped[member.name]
+            if member.record is None and clip is not old:
                 if overflow is not None:
-                    given = [overflow, old, new]
-                    (new,) = self.assembler.of(
+                    given = [overflow, old, clip]
+                    (clip,) = self.assembler.of(
                         member.name, lambda o, a, b: (torch.where(o, a, b),), given, key=("kept",)
                     )
-                results.append((Port(OutputRole.MUTATION, member.name, of=InputRole.GRADIENT), new))
+                results.append((Port(OutputRole.MUTATION, member.name, of=InputRole.GRADIENT), clip))
         return self.assembler.finish(results)
 
-    def _momenta(
+    def _unreduced(self, member: Member) -> Unreduced | None:
+        """Return how a parameter is updated by gradients that are not reduced; None where they are."""
+        return RULES[member.record.name].unreduced.get(self.options.kind)
+
+    def _means(self) -> CompressedMeans:
+        return CompressedMeans(self.assembler, self.specs, DATA_DIM, self.mesh.get(DATA_DIM, 1))
+
+    def _shared(
         self,
         updated: Sequence[Member],
         inputs: _Inputs,
@@ -266,16 +284,84 @@ class _Builder:
         overflow: fx.Node | None,
         results: list[tuple[Port, fx.Node]],
     ) -> dict[str, fx.Node]:
-        """Return the means of the ranks' momenta, by the parameter's name."""
-        momenta = CompressedMomenta(self.assembler, self.specs, DATA_DIM, self.mesh.get(DATA_DIM, 1))
+        """Return what the rules take in place of gradients, by the parameter's name: the ranks' means of what they share
+        before the update, or the gradients."""
         own: dict[str, fx.Node] = {}
         for member in updated:
-            rule = RULES[member.record.name]
-            assert rule.after_freeze is not None
-            states = {k: v for k, v in inputs.states[member.name].items() if k not in DERIVED}
-            scalars = {f: inputs.scalars[member.group, f] for f in rule.scalars}
-            own[member.name] = momenta.own(member, rule.after_freeze, grads[member.name], states, scalars)
-        return momenta.means(own, overflow, results)
+            how = self._unreduced(member)
+            if how is not None and how.shared is not None:
+                own[member.name] = self._own(member, how.shared, inputs, grads[member.name])
+        return {**grads, **self._means().means(own, overflow, results)}
+
+    def _own(self, member: Member, shared: Callable[..., Tensor], inputs: _Inputs, grad: fx.Node) -> fx.Node:
+        """Insert what this rank shares of a parameter before the update."""
+        record, wide = member.record, _wide(self.specs[member.name])
+        states = {k: v for k, v in inputs.states[member.name].items() if k not in DERIVED}
+        scalars = {f: inputs.scalars[member.group, f] for f in RULES[record.name].scalars}
+
+        def one(g: Tensor, *rest: Tensor) -> tuple[Tensor]:
+            old = {k: v.to(wide) for k, v in zip(states, rest, strict=False)}
+            numbers = dict(zip(scalars, rest[len(states) :], strict=True))
+            return (shared(record, g.to(wide), old, numbers),)
+
+        key = ("shared", shared, record, tuple(states), wide)
+        return self.assembler.of(member.name, one, [grad, *states.values(), *scalars.values()], key=key)[0]
+
+    def _synchronize(
+        self,
+        updated: Sequence[Member],
+        inputs: _Inputs,
+        new: dict[str, dict[str, fx.Node]],
+        results: list[tuple[Port, fx.Node]],
+    ) -> None:
+        """Let the ranks' own updates end in a synchronization, where they do: `new` (see `_update`) becomes what all go
+        on from. It is never skipped, or ranks would go on apart."""
+        moved: dict[str, fx.Node] = {}
+        for member in updated:
+            how = self._unreduced(member)
+            if how is not None and how.synchronization is not None:
+                moved[member.name] = self._settled(member, how.synchronization, inputs, new[member.name], None)[""]
+        means = self._means().means(moved, None, results)
+        for member in updated:
+            if member.name in means:
+                how = self._unreduced(member)
+                assert how is not None and how.synchronization is not None
+                mean = means[member.name]
+                new[member.name] = self._settled(member, how.synchronization, inputs, new[member.name], mean)
+
+    def _settled(
+        self,
+        member: Member,
+        how: Synchronization,
+        inputs: _Inputs,
+        new: dict[str, fx.Node],
+        mean: fx.Node | None,
+    ) -> dict[str, fx.Node]:
+        """Insert the end of a parameter's synchronization, given the ranks' mean; without it the beginning: what this
+        rank shares, under the key of the parameter."""
+        record, wide, dtype = member.record, _wide(self.specs[member.name]), self.specs[member.name].dtype
+        keys, fields, weight = [k for k in new if k not in ("", *DERIVED)], RULES[record.name].scalars, ""
+        if MASTER in new:
+            weight = MASTER
+        low = [tensor(new[k]).dtype for k in keys]
+        scalars = [inputs.scalars[member.group, f] for f in fields]
+
+        def one(*given: Tensor) -> tuple[Tensor, ...]:
+            states = {k: v.to(wide) for k, v in zip(keys, given[1:], strict=False)}
+            numbers = dict(zip(fields, given[1 + len(keys) :], strict=False))
+            if mean is None:
+                return (how.moved(record, given[0], states, numbers),)
+            param, after = how.settled(record, given[0], given[-1].to(wide), states, numbers)
+            kept = [
+                after[k].to(d) if after[k] is not states[k] else v
+                for k, d, v in zip(keys, low, given[1:], strict=False)
+            ]
+            return (param.to(dtype), *kept, *([param] if weight else []))
+
+        given = [new[weight], *(new[k] for k in keys), *scalars, *([mean] if mean is not None else [])]
+        key = ("settled" if mean is not None else "moved", how, record, tuple(keys), weight, wide)
+        made = self.assembler.of(member.name, one, given, key=key)
+        return dict(zip(["", *keys, *([weight] if weight else [])], made, strict=False))
 
     def _inputs(self, members: Sequence[Member], updated: Sequence[Member]) -> _Inputs:
         """Add the program's inputs, in their order."""
@@ -384,17 +470,14 @@ class _Builder:
 
     def _update(
         self, member: Member, inputs: _Inputs, grad: fx.Node, step: fx.Node, overflow: fx.Node | None
-    ) -> list[tuple[Port, fx.Node]]:
+    ) -> dict[str, fx.Node]:
+        """Insert the update of one parameter; return its new value (under "") and its new states, by key."""
         assert member.record is not None
-        param, states = inputs.params.get(member.name), inputs.states[member.name]
+        param, states = self._old(member, inputs)
         spec, record = self.specs[member.name], member.record
         rule = RULES[record.name]
-        if self.options.frozen and rule.after_freeze is not None:
-            rule = replace(rule, update=rule.after_freeze.update)
-        place = Port(OutputRole.MUTATION, member.name, of=InputRole.PARAMETER)
-        if param is None:
-            place = Port(OutputRole.MUTATION, f"{member.name}/{AHEAD}", of=InputRole.STATE)
-            param, states = states[AHEAD], {k: v for k, v in states.items() if k != AHEAD}
+        if (how := self._unreduced(member)) is not None:
+            rule = replace(rule, update=how.update)
         keys = list(states)
         fields = list(rule.scalars)
         index = [inputs.indices[dim] for dim in _parted_over(spec)]
@@ -429,10 +512,24 @@ class _Builder:
         layout = (spec.shape, spec.whole_shape, spec.shard_shape, spec.dtype, spec.shard_dim, ranks, spec.division)
         around = (tuple(keys), options.ema, overflow is not None)
         key = ("update", rule, record.model_copy(update={"groups": ()}), *around, *layout)
-        new = self.assembler.of(member.name, one, read, key=key)
-        places = [place, *(Port(OutputRole.MUTATION, f"{member.name}/{k}", of=InputRole.STATE) for k in keys)]
-        olds = [param, *states.values()]
-        return [(port, value) for port, value, old in zip(places, new, olds, strict=True) if value is not old]
+        return dict(zip(["", *keys], self.assembler.of(member.name, one, read, key=key), strict=True))
+
+    def _old(self, member: Member, inputs: _Inputs) -> tuple[fx.Node, dict[str, fx.Node]]:
+        """Return a parameter's value before the update, the one that is updated, and its states."""
+        states = inputs.states[member.name]
+        if member.name in inputs.params:
+            return inputs.params[member.name], states
+        return states[AHEAD], {k: v for k, v in states.items() if k != AHEAD}
+
+    def _written(self, member: Member, inputs: _Inputs, new: dict[str, fx.Node]) -> list[tuple[Port, fx.Node]]:
+        """Return the outputs for a parameter's new value and states (see `_update`): those that have changed."""
+        param, states = self._old(member, inputs)
+        place = Port(OutputRole.MUTATION, member.name, of=InputRole.PARAMETER)
+        if member.name not in inputs.params:
+            place = Port(OutputRole.MUTATION, f"{member.name}/{AHEAD}", of=InputRole.STATE)
+        places = {"": place, **{k: Port(OutputRole.MUTATION, f"{member.name}/{k}", of=InputRole.STATE) for k in states}}
+        old = {"": param, **states}
+        return [(places[key], new[key]) for key in places if new[key] is not old[key]]
 
     def _select(self, names: list[tuple[int, str]], vector: fx.Node | None) -> dict[tuple[int, str], fx.Node]:
         if vector is None:
@@ -556,5 +653,6 @@ def _member(
         results[EMA] = torch.lerp(states[EMA], new.to(states[EMA].dtype), 1.0 - options.ema)
     out = [new.to(param.dtype), *(results[k] for k in states)]
     if overflow is not None:
-        out = [torch.where(overflow, old, value) for old, value in zip([param, *states.values()], out, strict=True)]
+        before = [param, *states.values()]
+        out = [v if v is old else torch.where(overflow, old, v) for old, v in zip(before, out, strict=True)]
     return tuple(out)

@@ -54,6 +54,10 @@ class ErrorFeedback:
         """Return the counter of the last backward, for running it again."""
         return torch.tensor(self.draws, device=self.device)
 
+    def clear(self) -> None:
+        """Drop all residuals: they begin at zero. The counter goes on."""
+        self.tensors = {}
+
     def adopt(self, old: ErrorFeedback, *, copies: bool) -> None:
         """Take over another's residuals (or copies of them) and its counter."""
         self.tensors = {n: t.clone() if copies else t for n, t in old.tensors.items()}

@@ -8,11 +8,17 @@ results go.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from zgraph.plan.optimizers import UpdateKind
+
+# States of a parameter that ranks update by themselves between synchronizations.
+SYNCHRONIZED = "synchronized"  # its value after the last one, from the first local step on
+LOCAL_STEPS = "local_steps"  # the steps since then, skipped ones excluded
 
 
 class Part(Protocol):
@@ -74,22 +80,42 @@ class State:
     dtype: torch.dtype = torch.float32  # its dtype
     fill: float = 0.0  # its first value
     of_rows: bool = False  # it belongs to whole rows: ranks that divide the parameter's rows have the same values
+    weight: bool = False  # it is of the weight itself, and has its dtype, whatever that of the plan's states
+
+
+Update = Callable[
+    [Any, Tensor, Tensor, Mapping[str, Tensor], Mapping[str, Tensor], Tensor, Part],
+    tuple[Tensor, dict[str, Tensor]],
+]
 
 
 @dataclass(frozen=True)
-class AfterFreeze:
-    """How an optimizer continues after its `freeze_steps`, with gradients that are not reduced.
+class Synchronization:
+    """How ranks come together that have updated a parameter by themselves.
 
-    `momentum(record, grad, states, scalars)` is this rank's, from its own gradient. `update` takes the ranks' mean
-    momentum, as it was sent, in place of a gradient.
+    `moved(record, param, states, scalars)` is what a rank has to share, `settled(record, param, mean, states, scalars)`
+    the new parameter and states, from the ranks' mean of it. Both follow this step's update, also one that was skipped.
     """
 
-    momentum: Callable[[Any, Tensor, Mapping[str, Tensor], Mapping[str, Tensor]], Tensor]  # this rank's momentum
-    # the update, as `Rule.update`
-    update: Callable[
-        [Any, Tensor, Tensor, Mapping[str, Tensor], Mapping[str, Tensor], Tensor, Part],
-        tuple[Tensor, dict[str, Tensor]],
+    # what this rank shares
+    moved: Callable[[Any, Tensor, Mapping[str, Tensor], Mapping[str, Tensor]], Tensor]
+    # where all go on from
+    settled: Callable[
+        [Any, Tensor, Tensor, Mapping[str, Tensor], Mapping[str, Tensor]], tuple[Tensor, dict[str, Tensor]]
     ]
+
+
+@dataclass(frozen=True)
+class Unreduced:
+    """An update that takes gradients which are not reduced.
+
+    In place of a gradient `update` takes the ranks' mean, as it was sent in signs, of what
+    `shared(record, grad, states, scalars)` makes of their own gradients; without `shared`, this rank's own gradient.
+    """
+
+    update: Update  # the update, as `Rule.update`
+    shared: Callable[[Any, Tensor, Mapping[str, Tensor], Mapping[str, Tensor]], Tensor] | None = None  # before it
+    synchronization: Synchronization | None = None  # after it
 
 
 @dataclass(frozen=True)
@@ -108,14 +134,14 @@ class Rule:
     scalars: tuple[str, ...]
     # the states of a parameter
     states: Callable[[Any, tuple[int, ...], torch.dtype, tuple[int, ...]], dict[str, State]]
-    # one update
-    update: Callable[
-        [Any, Tensor, Tensor, Mapping[str, Tensor], Mapping[str, Tensor], Tensor, Part],
-        tuple[Tensor, dict[str, Tensor]],
-    ]
+    update: Update  # one update
     counts: bool = True  # it needs the number of updates that its states have had
     begins: str | None = None  # the state that the first update sets from the gradient alone
-    after_freeze: AfterFreeze | None = None  # how it continues after `freeze_steps`
+    # its updates of other kinds than `UpdateKind.GRADIENTS`
+    unreduced: Mapping[UpdateKind, Unreduced] = field(default_factory=dict, compare=False)
+    # states that ranks have of their own, as the parameter, between synchronizations
+    local: tuple[str, ...] = ()
+    of_round: tuple[str, ...] = ()  # single numbers that are zero when a round of local steps begins
 
     def first_count(self, kept: Collection[str]) -> float:
         """Return how many updates a parameter with these states has had, where no count was kept: 1 or 0."""

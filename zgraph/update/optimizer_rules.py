@@ -20,6 +20,7 @@ from zgraph.update.muon import MUON
 from zgraph.update.onebit import ONE_BIT_ADAM, ONE_BIT_LAMB
 from zgraph.update.optimizer_rule import Part, Rule, State
 from zgraph.update.trust_ratio import trust_ratio
+from zgraph.update.zero_one import ZERO_ONE_ADAM
 
 __all__ = ["RULES"]
 
@@ -154,5 +155,6 @@ RULES: dict[str, Rule] = {
     "Muon": MUON,
     "OneBitAdam": ONE_BIT_ADAM,
     "OneBitLAMB": ONE_BIT_LAMB,
+    "ZeroOneAdam": ZERO_ONE_ADAM,
 }
 """Each optimizer's rule, by the name of its record in `zgraph.plan.optimizers`."""

@@ -1,6 +1,6 @@
-"""What a frozen update takes in place of gradients: means of the ranks' momenta, exchanged as signs.
+"""Means over the ranks of what each has of its own of a parameter (a gradient, a momentum), exchanged as signs.
 
-gradient, momentum, residual -> rows of bytes                (each parameter)
+own tensor, residual -> rows of bytes                        (each parameter)
 all rows, one after the other -> all_to_all                  (all together)
 mean of this rank's part, residual -> bytes                  (each parameter)
 all bytes, one after the other -> all_gather                 (all together)
@@ -21,41 +21,20 @@ from zgraph.program.node import tensor
 from zgraph.program.program import InputRole, OutputRole, ParamSpec, Port
 from zgraph.update import sign_compression
 from zgraph.update.assembler import Assembler
-from zgraph.update.optimizer_rule import AfterFreeze
-from zgraph.update.parameter_groups import Member
 
 Results = list[tuple[Port, fx.Node]]
 
 
-class CompressedMomenta:
-    """The momenta of one update's parameters, averaged over the ranks of a mesh dimension."""
+class CompressedMeans:
+    """The means of one update's parameters over the ranks of a mesh dimension."""
 
     def __init__(self, assembler: Assembler, specs: Mapping[str, ParamSpec], dim: str, ranks: int) -> None:
         self.assembler, self.specs = assembler, specs
         self.dim, self.ranks = dim, ranks
 
-    def own(
-        self,
-        member: Member,
-        after: AfterFreeze,
-        grad: fx.Node,
-        states: Mapping[str, fx.Node],
-        scalars: Mapping[str, fx.Node],
-    ) -> fx.Node:
-        """Insert this rank's momentum of a parameter, from its own gradient."""
-        spec, keys, fields = self.specs[member.name], list(states), list(scalars)
-        wide = torch.float64 if spec.dtype is torch.float64 else torch.float32
-
-        def one(g: Tensor, *rest: Tensor) -> tuple[Tensor]:
-            old = {k: v.to(wide) for k, v in zip(keys, rest, strict=False)}
-            numbers = dict(zip(fields, rest[len(keys) :], strict=True))
-            return (after.momentum(member.record, g.to(wide), old, numbers),)
-
-        key = ("momentum", after, member.record, tuple(keys), wide)
-        return self.assembler.of(member.name, one, [grad, *states.values(), *scalars.values()], key=key)[0]
-
     def means(self, own: Mapping[str, fx.Node], overflow: fx.Node | None, results: Results) -> dict[str, fx.Node]:
-        """Return the mean momentum of each parameter. The new residuals (what was not sent) are added to `results`."""
+        """Return the mean of each parameter's tensors. The new residuals (what was not sent) are added to `results`; where
+        `overflow` is true they stay as they were."""
         if self.ranks == 1 or not own:
             return dict(own)
         rows = {n: self._sent(n, m, sign_compression.WORKER, self.ranks, overflow, results) for n, m in own.items()}
