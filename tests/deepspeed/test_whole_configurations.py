@@ -365,7 +365,7 @@ WRONG = [
     ("torch_autocast.enabled", {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "torch.autocast"),
     ("data_types.grad_accum_dtype", {"data_types": {"grad_accum_dtype": "fp8"}}, "bf16"),
     ("data_types.keep_in_fp32_modules", {"data_types": {"keep_in_fp32_modules": "norm"}}, "list"),
-    ("optimizer.type", {"optimizer": {"type": "ZeroOneAdam"}}, "AdamW"),
+    ("optimizer.type", {"optimizer": {"type": "MuAdam"}}, "AdamW"),
     ("optimizer.type", {"optimizer": {"type": "Adan"}}, "Adam"),
     ("optimizer.type", {"optimizer": {"params": {"lr": 1}}}, "name the optimizer"),
     ("optimizer.params.learning_rate", {"optimizer": {"type": "Adam", "params": {"learning_rate": 1e-3}}}, ""),
@@ -555,6 +555,17 @@ def test_one_bit_adam_and_lamb_keep_their_numbers():
     assert not report.refused
     with pytest.raises(PlanError, match="not reduced, and zero is 2"):
         deepspeed.plan({**given, "zero_optimization": {"stage": 2}}, world=2)
+
+
+def test_zero_one_adam_keeps_its_numbers():
+    numbers = {"var_freeze_step": 400, "var_update_scaler": 8, "local_step_scaler": 100, "local_step_clipper": 4}
+    params = {"lr": 4e-4, "cuda_aware": False, "comm_backend_name": "nccl", "bias_correction": True, **numbers}
+    given = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "ZeroOneAdam", "params": params}}
+    plan, report = deepspeed.plan(given, world=2)
+    assert plan.optimizer == zgraph.ZeroOneAdam(lr=4e-4, **numbers) and plan.zero == 0 and not report.refused
+    assert all(report[f"optimizer.params.{key}"].verdict == "applied" for key in numbers)
+    with pytest.raises(PlanError, match="not reduced, and zero is 3"):
+        deepspeed.plan({**given, "zero_optimization": {"stage": 3}}, world=2)
 
 
 def test_keys_have_their_other_names_too():
