@@ -184,8 +184,9 @@ def _land(value: Any, node: fx.Node) -> None:
 
 
 def _copied(value: Any, node: fx.Node) -> Any:
-    """Return a copy of an input, or the input itself if it is offloaded."""
-    if not isinstance(value, torch.Tensor) or info(node).home is not None:
+    """Return a copy of an input, or the input itself if it is offloaded and the program only reads it."""
+    written = any(mutates(user) for user in node.users)
+    if not isinstance(value, torch.Tensor) or (info(node).home is not None and not written):
         return value
     return value.clone()
 
