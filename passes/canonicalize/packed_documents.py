@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from zgraph.passes.contract import graph_pass
+from zgraph.program.counting import COUNTS, start_and_step
 from zgraph.program.node import Phase, info, tensor
 from zgraph.program.packed_attention import PACKED, PACKED_BACKWARD
 from zgraph.program.program import Fact, Program
@@ -217,12 +218,8 @@ def _moved(found: _Meaning, to: Callable[[int], int | None]) -> _Meaning:
 
 
 def _arange(meanings: _Meanings, node: fx.Node) -> _Meaning:
-    start: Any = node.kwargs.get("start", 0)
-    step: Any = node.kwargs.get("step", 1)
-    if node.target in (aten.arange.start, aten.arange.start_step):
-        start, step = node.args[0], node.args[2] if len(node.args) > 2 else 1
     whole = not tensor(node).dtype.is_floating_point
-    return _Places(-1) if whole and start == 0 and step == 1 else None
+    return _Places(-1) if whole and start_and_step(node) == (0, 1) else None
 
 
 def _unsqueeze(meanings: _Meanings, node: fx.Node) -> _Meaning:
@@ -365,9 +362,7 @@ def _added(meanings: _Meanings, node: fx.Node) -> _Meaning:
 
 
 _RULES: dict[Any, Callable[[_Meanings, fx.Node], _Meaning]] = {
-    **dict.fromkeys(
-        (aten.arange.default, aten.arange.start, aten.arange.start_step, torch.ops.prims.iota.default), _arange
-    ),
+    **dict.fromkeys(COUNTS, _arange),
     aten.unsqueeze.default: _unsqueeze,
     **dict.fromkeys((aten.alias.default, aten.clone.default, aten.detach.default), _same_value),
     **dict.fromkeys((aten._to_copy.default, torch.ops.prims.convert_element_type.default), _converted),

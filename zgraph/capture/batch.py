@@ -15,13 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zgraph.errors import StepError
 from zgraph.passes.analysis.axes import Axes
 from zgraph.passes.spmd.sharding_rules import operands_of
+from zgraph.program.counting import COUNTS
 from zgraph.program.node import NodeInfo, Phase, info, set_info
 from zgraph.program.program import InputRole, Program
 from zgraph.program.sizes import static
 
 aten = torch.ops.aten
 _PRODUCTS = (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default)
-_COUNTS = (aten.arange.default, aten.arange.start, aten.arange.start_step, torch.ops.prims.iota.default)
 _SOFTMAX = (aten._softmax.default, aten._safe_softmax.default)
 _APART = {aten.select.int: (1, 0), aten.unbind.int: (1, 0), aten.split.Tensor: (2, 0)}
 """Operators that take a tensor apart: (position of the dimension among the arguments, its default)."""
@@ -156,7 +156,7 @@ class _Order:
                 self.own.add(node)
             if operands and self.counts.issuperset(operands):
                 self.counts.add(node)
-            if node.target in _COUNTS and self._has(node, (0,)):
+            if node.target in COUNTS and self._has(node, (0,)):
                 self.counts.add(node)
 
     def found(self) -> tuple[str, str | None] | None:

@@ -14,14 +14,12 @@ import torch
 from torch import fx
 
 from zgraph.errors import CaptureError
+from zgraph.program.counting import COUNTS, start_and_step
 from zgraph.program.node import info
 from zgraph.program.sizes import static
 from zgraph.torch_compat import symbols
 
 aten, prims = torch.ops.aten, torch.ops.prims
-
-_START = {aten.arange.default: None, aten.arange.start: 0, aten.arange.start_step: 0, prims.iota.default: None}
-"""Operators that count: the position of the first number among their arguments, None where it is a keyword or 0."""
 
 _SAME_VALUES = {
     aten.alias.default,
@@ -75,8 +73,9 @@ def refuse_beyond_table(size: int, table: TableBound) -> None:
     """Raise `CaptureError` where positions of this size are not all in the table."""
     if size > table.most:
         raise CaptureError(
-            f"the model looks up positions of a size of {size} in a table that has room for {table.most}",
+            f"at a size of {size} the model looks up positions that its table does not have",
             where=table.where,
+            why=f"the table is enough for {table.most}",
             hint="cut the batch, or enlarge the table",
         )
 
@@ -123,10 +122,8 @@ def _tables(node: fx.Node) -> Iterator[tuple[fx.Node, int, fx.Node]]:
 def _largest(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
     """Return the largest value of a node whose values are counted, as a number or an expression; None of another."""
     args: Any = node.args
-    if node.target in _START:
-        at = _START[node.target]
-        start = node.kwargs.get("start", 0) if at is None else args[at]
-        step = node.kwargs.get("step", 1) if node.target is prims.iota.default else args[2] if len(args) > 2 else 1
+    if node.target in COUNTS:
+        start, step = start_and_step(node)
         length = symbols.expression(node.meta["val"].shape[0])
         if not isinstance(start, int) or not isinstance(step, int) or step <= 0 or length == 0:
             return None
