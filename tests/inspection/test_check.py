@@ -355,8 +355,12 @@ def test_a_step_that_does_not_fit_is_told_with_its_largest_tensors_and_what_woul
 @pytest.mark.slow
 def test_a_budget_that_is_too_small_is_told_with_the_least_that_works():
     found = only(checked(check_targets.wide, world=1, memory_budget=10_000), "memory")
-    least = int(re.search(r"the smallest that works is (\d+) bytes", found.hint)[1])
-    assert checked(check_targets.wide, world=1, memory_budget=least).ok
+    told = re.search(r"the smallest that works is (\d+) bytes with offload=(\{.*?\})", found.hint)
+    least, offload = int(told[1]), json.loads(told[2])
+    assert checked(check_targets.wide, world=1, memory_budget=least, offload=offload).ok
+    assert not checked(check_targets.wide, world=1, memory_budget=least - 1, offload=offload).ok
+    staying = only(checked(check_targets.wide, world=1, memory_budget=least), "memory")  # (so large that they stay)
+    assert staying.hint.endswith('or offload={"parameters": "cpu"}')
 
 
 def test_a_step_that_hardly_fits_is_a_warning(small):

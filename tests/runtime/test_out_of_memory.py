@@ -117,6 +117,33 @@ def test_bytes_that_others_hold_do_not_count_as_room(monkeypatch):
     assert budget < whole
 
 
+class GradientTooLarge(torch.autograd.Function):
+    """The same value, whose gradient asks for 32 TiB."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad + grad.new_ones(2**43).mean()
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [lambda out: out.mean() + out.new_ones(2**43).mean(), lambda out: GradientTooLarge.apply(out.mean())],
+    ids=["loss", "its backward"],
+)
+def test_a_loss_without_room_is_told_as_being_outside_of_the_programs(loss_fn):
+    model = zgraph.compile(nn.Linear(4, 4), zgraph.Plan(backend="eager", optimizer=zgraph.SGD(lr=1.0)), loss_fn=loss_fn)
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(errors.OutOfMemoryError) as found:
+        model.train_step(torch.randn(2, 4))
+    assert "outside of train0, in the loss" in found.value.what
+    assert "DefaultCPUAllocator" in found.value.why and "the forecast at its peak: " in found.value.why
+    assert all(map(torch.equal, before, model.parameters()))
+
+
 def test_other_errors_stay_as_they_are():
     class Wrong(nn.Module):
         def __init__(self) -> None:
@@ -137,7 +164,7 @@ SCRIPT = """
 
     model = nn.Sequential(*(m for _ in range(3) for m in (nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256))))
     plan = zgraph.Plan(backend=sys.argv[1], optimizer=zgraph.AdamW(lr=1e-3))
-    batch = torch.randn(4096, 256)
+    batch = torch.randn(65536, 256)  # (each layer takes 64 MiB or 256)
     model = zgraph.compile(model, plan, inputs=(batch,), loss_fn=lambda out: out.square().mean())
     used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + 64 * 2**20, resource.RLIM_INFINITY))
@@ -156,4 +183,5 @@ def test_a_process_without_room(backend):
     )
     assert "out of memory in train0." in done.stdout, done.stderr[-2000:]
     assert "DefaultCPUAllocator" in done.stdout and "activations" in done.stdout
-    assert "what fits into" in done.stdout or "there is no room to try it here" in done.stdout
+    said = ("what fits into", "nothing of what a plan can change fits into", "there is no room to try it here")
+    assert any(hint in done.stdout for hint in said)

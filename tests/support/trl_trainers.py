@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import tempfile
 import warnings
+from pathlib import Path
 from typing import Any
 
 from trainers import EAGER, WORDS, adapted, as_launched, model_of
@@ -47,6 +49,7 @@ def reward(completion_ids: list[list[int]], **rest: Any) -> list[float]:
 
 def trainer_of(kind: str, folder: str, adapter: str | None = None, **options: Any) -> Any:
     import trl
+    from safetensors.torch import save_model
 
     given = {
         "output_dir": folder,
@@ -63,6 +66,12 @@ def trainer_of(kind: str, folder: str, adapter: str | None = None, **options: An
         **options,
     }
     model = model_of("llama") if adapter is None else adapted("llama", adapter)
+    if options.get("beta"):  # (TRL loads the reference model from where the model came from)
+        origin = tempfile.mkdtemp(dir=Path(folder).parent)
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(origin)
+        save_model(model, f"{origin}/model.safetensors")  # (`save_pretrained` writes weights on one rank alone)
+        model = type(model).from_pretrained(origin)
     data, words = rows(kind, 24), tokenizer()
     if kind == "dpo":
         like = model_of("llama") if adapter is None else None  # (an adapter is switched off for the reference)

@@ -406,11 +406,18 @@ class Search:
         )
 
     def _hint(self, least: int) -> str:
-        return (
-            f"the smallest that works is {least} bytes; or more ranks, a smaller batch, a higher ZeRO stage"
-            + ("" if self.context.plan.recompute == "auto" else ', recompute="auto"')
-            + ("" if self.context.plan.offload.tiers() else ", or offload")
-        )
+        plan = self.context.plan
+        beside = ""
+        if plan.offload.tier("parameters"):  # (with a budget of that size, "auto" might leave them on the device)
+            beside = f' with offload={{"parameters": "{plan.offload.parameters}"}}'
+        remedies = ["more ranks", "a smaller batch", "a higher ZeRO stage"]
+        if plan.recompute != "auto":
+            remedies.append('recompute="auto"')
+        if not plan.offload.tiers():
+            remedies.append("offload")
+        elif plan.zero == 3 and not beside:
+            remedies.append('offload={"parameters": "cpu"}')
+        return f"the smallest that works is {least} bytes{beside}; or {', '.join(remedies[:-1])}, or {remedies[-1]}"
 
     def _least_at_any_rate(self) -> int:
         """Return the bytes of the smallest program that was tried, as a budget that works in later runs too.

@@ -36,16 +36,33 @@ class OutOfMemoryError(errors.OutOfMemoryError, torch.OutOfMemoryError):
 
 
 @contextlib.contextmanager
-def explained(runtime: Rank, running: Executable | Program, step: StepProgram | None = None) -> Iterator[None]:
+def explained(
+    runtime: Rank, running: Executable | Program | None = None, step: StepProgram | None = None
+) -> Iterator[None]:
     """Turn an allocation failure inside, while `running` runs, into `OutOfMemoryError` with its explanation. The hint
     says what would have fitted of `step`, by default the last training step compiled.
+
+    Without `running` it is a training step that runs, and the failure is outside of its programs: in the loss function,
+    in a part of the model that is not compiled, or in the backward of one of these.
     """
     try:
         yield
     except Exception as error:
         if not _is_exhausted(error) or isinstance(error, errors.OutOfMemoryError):
             raise
-        raise _explanation(error, runtime, running, step) from error
+        if step is None:
+            step = _last_trained(runtime)
+        if running is not None:
+            raise _explanation(error, runtime, running, step) from error
+        if step is None:
+            raise  # (nothing is compiled yet that a forecast could speak of)
+        raise _explanation(error, runtime, step.history().program, step, outside=True) from error
+
+
+def _last_trained(runtime: Rank) -> StepProgram | None:
+    """Return the training step compiled last, None if there is none."""
+    trained = [s for e in runtime.entries.values() for s in e.programs() if s.differentiated]
+    return trained[-1] if trained else None
 
 
 def _is_exhausted(error: Exception) -> bool:
@@ -59,14 +76,11 @@ def _is_exhausted(error: Exception) -> bool:
 
 
 def _explanation(
-    error: Exception, runtime: Rank, running: Executable | Program, step: StepProgram | None
+    error: Exception, runtime: Rank, running: Executable | Program, step: StepProgram | None, outside: bool = False
 ) -> OutOfMemoryError:
     room = room_of(runtime.device)
     node = failing_node(error, running) if isinstance(running, Executable) else None
     program = running.program if isinstance(running, Executable) else running
-    if step is None:
-        trained = [s for e in runtime.entries.values() for s in e.programs() if s.differentiated]
-        step = trained[-1] if trained else None
     held = f"{shown_bytes(room.held)} are held" if room.held is not None else "what is held is not counted"
     why = [
         f"the allocator: {str(error).strip().splitlines()[0]}",
@@ -101,6 +115,8 @@ def _explanation(
         except Exception:
             hint = f"memory_budget={budget}, which is checked before anything runs (there is no room to try it here)"
     what = f"out of memory in {program.name}"
+    if outside:
+        what = f"out of memory outside of {program.name}, in the loss or in what else of the step is not compiled"
     if node is None:
         return OutOfMemoryError(what, why="\n".join(why), hint=hint)
     what += f", at {node.name} of {_module(info(node).module)}"

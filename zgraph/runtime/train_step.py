@@ -29,6 +29,7 @@ from zgraph.errors import StepError
 from zgraph.plan.elasticity import Elastic
 from zgraph.plan.plan import Plan
 from zgraph.program.program import DATA_DIMS
+from zgraph.runtime.out_of_memory import explained
 from zgraph.runtime.runtime import Runtime
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -63,7 +64,8 @@ def train_step(
     try:
         parts = _agreed_parts(runtime, calls)
         for number, (call, (given, rest, others)) in enumerate(zip(calls, parts, strict=True)):
-            with runtime.no_sync() if number + 1 < len(calls) else contextlib.nullcontext():
+            last = number + 1 == len(calls)
+            with contextlib.nullcontext() if last else runtime.no_sync(), explained(runtime):
                 output = model(*given[0], **given[1])
                 unknown = len(calls) > 1 and runtime.entered is not None and not runtime.entered.batch_known
                 if unknown and runtime.entered is not None:
