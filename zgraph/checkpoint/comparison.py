@@ -53,23 +53,23 @@ def compare(
     """Compare the tensors (that a glob matches) bit for bit and, without a glob, the runs' counts and loss scales.
     Holds one tensor of each at a time. Raises `FilterError`, and `CheckpointError` for what can't be read."""
     names = chosen(list(one.tensors | other.tensors), pattern)
-    found = Comparison()
+    comparison = Comparison()
     for name in names:
-        held = [name in source.tensors for source in (one, other)]
-        if not all(held):
-            found.only[held.index(False) ^ 1].append(name)
+        presence = [name in source.tensors for source in (one, other)]
+        if not all(presence):
+            comparison.only[presence.index(False) ^ 1].append(name)
             continue
         say(name)
         different = _difference(name, one, other)
         if different is None:
-            found.same += 1
+            comparison.same += 1
         else:
-            found.different.append(different)
+            comparison.different.append(different)
     for key in COMPARED:
         values = getattr(one.known, key), getattr(other.known, key)
         if values[0] != values[1] and None not in values and pattern is None:
-            found.known[key] = values
-    return found
+            comparison.known[key] = values
+    return comparison
 
 
 def _difference(name: str, one: Source, other: Source) -> Different | None:

@@ -40,12 +40,12 @@ def chosen(names: Iterator[str] | list[str], pattern: str | None) -> list[str]:
     known = list(names)
     if pattern is None:
         return known
-    found = [n for n in known if any(fnmatch.fnmatchcase(part, pattern) for part in (n, _bare(n)))]
-    if not found:
+    matches = [n for n in known if any(fnmatch.fnmatchcase(part, pattern) for part in (n, _bare(n)))]
+    if not matches:
         raise FilterError(
             f"no tensor matches {pattern!r}", hint=did_you_mean(pattern, known) if len(known) < 20 else None
         )
-    return found
+    return matches
 
 
 def _bare(name: str) -> str:
@@ -69,11 +69,11 @@ def tags_of(path: Path) -> list[Tag]:
 
 def _tag(place: Path, last: str | None) -> Tag:
     try:
-        made = manifest.read(place)
+        tag_manifest = manifest.read(place)
     except CheckpointError as error:
         return Tag(place.name, damaged=str(error))
-    size = (place / manifest.NAME).stat().st_size + sum(f.nbytes for f in made.files.values())
-    return Tag(place.name, made.known.steps, size, place.name == last)
+    size = (place / manifest.NAME).stat().st_size + sum(f.nbytes for f in tag_manifest.files.values())
+    return Tag(place.name, tag_manifest.known.steps, size, place.name == last)
 
 
 def contents(source: Source, pattern: str | None = None) -> dict[str, Any]:

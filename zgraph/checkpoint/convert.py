@@ -109,8 +109,8 @@ def _write_native(source: Source, partial: Path, serial: int) -> None:
             tensor = source.whole(name)
             blocks.append((name, Block((0,) * tensor.dim(), tuple(tensor.shape)), tensor))
         file = manifest.shard_file(0, number, len(parts))
-        made = write(partial / file, blocks)
-        files[file] = FileEntry(made.nbytes, "", (made.header, made.checksum), list(made.pieces))
+        shard = write(partial / file, blocks)
+        files[file] = FileEntry(shard.nbytes, "", (shard.header, shard.checksum), list(shard.pieces))
     client: dict[str, Any] = {}
     own = []
     if isinstance(source, Checkpoint):
@@ -121,8 +121,8 @@ def _write_native(source: Source, partial: Path, serial: int) -> None:
             write_bytes(partial / own[-1], data)
             files[own[-1]] = FileEntry(len(data), checksum(data))
     tensors = {n: (NAMES[info.dtype], info.shape) for n, info in source.tensors.items()}
-    made_of = Manifest(serial, files, tensors, source.known, client, own)
-    write_bytes(partial / manifest.NAME, made_of.written())
+    new_manifest = Manifest(serial, files, tensors, source.known, client, own)
+    write_bytes(partial / manifest.NAME, new_manifest.written())
 
 
 def _parts(source: Source) -> Iterator[list[str]]:

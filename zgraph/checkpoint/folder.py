@@ -43,11 +43,11 @@ def checked_tag(tag: str) -> str:
 
 def tags(folder: Path) -> list[str]:
     """Return the tags of the complete checkpoints in a folder, the newest first."""
-    found = []
+    entries = []
     for path in folder.iterdir() if folder.is_dir() else ():
         if TAG.fullmatch(path.name) and (serial := manifest.serial_of(path)) is not None:
-            found.append((serial, path.name))
-    return [tag for _, tag in sorted(found, reverse=True)]
+            entries.append((serial, path.name))
+    return [tag for _, tag in sorted(entries, reverse=True)]
 
 
 def latest(folder: Path) -> str:
@@ -129,16 +129,16 @@ def begin(folder: Path, tag: str) -> Unfinished:
             hint="give another tag",
         )
     folder.mkdir(parents=True, exist_ok=True)
-    made = partial_of(folder, tag)
+    partial = partial_of(folder, tag)
     with _alone(folder):
         _sweep(folder)
         try:
-            made.mkdir()
+            partial.mkdir()
         except FileExistsError:
             raise CheckpointError(
                 f"another save of {tag} is on its way", where=str(folder), hint="give another tag"
             ) from None
-        return Unfinished(made, tag)
+        return Unfinished(partial, tag)
 
 
 def _sweep(folder: Path) -> None:
@@ -205,12 +205,12 @@ def sync(path: Path) -> None:
 
 def _exchange(one: Path, other: Path) -> None:
     """Swap the names of two folders in one move. Raises `OSError` where the file system can't."""
-    found = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if found is None:
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
         raise OSError(errno.ENOSYS, "this system can't exchange two folders in one move; give another tag", str(other))
-    if found(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE):
+    if renameat2(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE):
         number = ctypes.get_errno()
-        said = os.strerror(number)
+        message = os.strerror(number)
         if number in (errno.EINVAL, errno.ENOSYS):
-            said = f"this file system can't exchange two folders in one move ({said}); give another tag"
-        raise OSError(number, said, str(other))
+            message = f"this file system can't exchange two folders in one move ({message}); give another tag"
+        raise OSError(number, message, str(other))

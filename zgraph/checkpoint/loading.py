@@ -85,8 +85,8 @@ def load(
 
     def prepared(wanted: str | None) -> tuple[Source, _Parts]:
         source = agreement.together("the checkpoint", lambda: _opened(runtime, path, wanted, partial), refused)
-        said = source.manifest.checksum if isinstance(source, Checkpoint) else ""
-        agreement.vote("the checkpoint's manifest", f"{source.kind} {source.folder} {said}")
+        checksum = source.manifest.checksum if isinstance(source, Checkpoint) else ""
+        agreement.vote("the checkpoint's manifest", f"{source.kind} {source.folder} {checksum}")
         agreement.relax()
         parts = agreement.together(
             "the checkpoint", lambda: _prepared(runtime, source, optimizer, client_state), refused
@@ -95,8 +95,8 @@ def load(
 
     tries = [tag]
     if fallback:
-        found = agreement.together("the checkpoints to try", lambda: candidates(path, tag), refused)
-        tries = agreement.gather("the checkpoints to try", found)[0]
+        tags = agreement.together("the checkpoints to try", lambda: candidates(path, tag), refused)
+        tries = agreement.gather("the checkpoints to try", tags)[0]
     failure: CheckpointError | None = None
     for wanted in tries:
         try:
@@ -117,14 +117,14 @@ def peek(everyone: Agreement, path: Path, tag: str | None) -> tuple[Source, dict
     """Open a checkpoint and return it with its client state, before a run time exists to load it into. All ranks must
     call it. Raises `CheckpointError`."""
 
-    def found() -> tuple[Source, dict[str, Any]]:
+    def open_with_state() -> tuple[Source, dict[str, Any]]:
         source = open_checkpoint(path, tag)
         return source, _client_state(everyone, source) if isinstance(source, Checkpoint) else {}
 
     def refused(rank: int, said: str) -> CheckpointError:
         return CheckpointError(f"rank {rank} can't load the checkpoint", where=str(path), why=said)
 
-    return everyone.together("the checkpoint", found, refused)
+    return everyone.together("the checkpoint", open_with_state, refused)
 
 
 @dataclass
@@ -240,20 +240,20 @@ def _client_state(everyone: Agreement, source: Checkpoint) -> dict[str, Any]:
             raise CheckpointError("the user's part of the checkpoint can't be read", where=str(source.folder))
         return {k: decode(v["value"], load) for k, v in given.items()}
 
-    found = values(source.manifest.client)
+    client_state = values(source.manifest.client)
     if saved == ranks:
-        mine = source.own(everyone.rank()) or {}
-        return found | values(mine.get("client", {}))
+        own_state = source.own(everyone.rank()) or {}
+        return client_state | values(own_state.get("client", {}))
     all_own = [values((source.own(rank) or {}).get("client", {})) for rank in range(saved)]
     for key in dict.fromkeys(k for own in all_own for k in own):
-        found[key] = PerRank(own.get(key) for own in all_own)
+        client_state[key] = PerRank(own.get(key) for own in all_own)
         logger.warning(
             "client_state[%r] was another on each of %d ranks, and there are %d now: it is given as a PerRank, the list of them",
             key,
             saved,
             ranks,
         )
-    return found
+    return client_state
 
 
 def planned(runtime: Runtime, source: Source, optimizer: bool) -> Loading:
@@ -277,9 +277,9 @@ def planned(runtime: Runtime, source: Source, optimizer: bool) -> Loading:
     beyond = known - every - {n for n, _ in module.named_buffers(remove_duplicate=False)}
     if missing or beyond:
         parts = [
-            f"{what}: {', '.join(sorted(found)[:5])}{' …' if len(found) > 5 else ''}"
-            for what, found in (("the checkpoint lacks", missing), ("the model lacks", beyond))
-            if found
+            f"{what}: {', '.join(sorted(absent)[:5])}{' …' if len(absent) > 5 else ''}"
+            for what, absent in (("the checkpoint lacks", missing), ("the model lacks", beyond))
+            if absent
         ]
         raise CheckpointError(
             "the checkpoint is of another model",
@@ -303,13 +303,13 @@ def planned(runtime: Runtime, source: Source, optimizer: bool) -> Loading:
     for name, param in shards.params().items():
         if name in loading.missing:
             continue
-        found, *others = (n for n in names[id(param)] if n in known)
-        _check_tied(runtime, source, MODEL + found, [MODEL + n for n in others])
+        saved_name, *others = (n for n in names[id(param)] if n in known)
+        _check_tied(runtime, source, MODEL + saved_name, [MODEL + n for n in others])
         of_param: dict[str, str] = next((saved.pop(n) for n in names[id(param)] if n in saved), {})
         for other in names[id(param)]:
             saved.pop(other, None)
         if runtime.holds(name):
-            _plan_parameter(runtime, source, loading, name, MODEL + found, of_param, optimizer)
+            _plan_parameter(runtime, source, loading, name, MODEL + saved_name, of_param, optimizer)
     if saved and optimizer and runtime.updater.optimizer is not None:
         loading.notes.append(f"states of parameters that the model lacks are left out: {', '.join(sorted(saved)[:5])}")
     return loading
@@ -404,13 +404,13 @@ def _begun(runtime: Runtime, source: Source, name: str, saved: Collection[str]) 
 def _check(source: Source, name: str, into: torch.Tensor) -> None:
     """Raise `CheckpointError` unless a tensor of the model can take one of the checkpoint: of the same shape, and both
     real floating-point, both complex, or of one dtype."""
-    found = source.tensors[name]
-    kinds = [(d.is_floating_point, d.is_complex, d) for d in (found.dtype, into.dtype)]
-    alike = kinds[0][:2] == kinds[1][:2] and (kinds[0][0] or kinds[0][1] or found.dtype is into.dtype)
-    if found.shape != tuple(into.shape) or not alike:
-        one, other = list(found.shape), list(into.shape)
+    info = source.tensors[name]
+    kinds = [(d.is_floating_point, d.is_complex, d) for d in (info.dtype, into.dtype)]
+    alike = kinds[0][:2] == kinds[1][:2] and (kinds[0][0] or kinds[0][1] or info.dtype is into.dtype)
+    if info.shape != tuple(into.shape) or not alike:
+        one, other = list(info.shape), list(into.shape)
         if not alike:
-            one, other = f"{found.dtype} {one}", f"{into.dtype} {other}"  # type: ignore[assignment]
+            one, other = f"{info.dtype} {one}", f"{into.dtype} {other}"  # type: ignore[assignment]
         raise CheckpointError(
             f"{name} is {one} in the checkpoint and {other} in the model",
             where=str(source.folder),

@@ -116,18 +116,18 @@ def read(folder: Path) -> Manifest:
         raise CheckpointError("there is no checkpoint", where=str(folder), why=f"there is no {NAME}")
     data = read_bytes(path, MOST_BYTES)
     body, mark, rest = data.rpartition(MARK)
-    said = rest[:-3].decode("ascii", "replace")
-    if not mark or rest[-3:] != b'"}\n' or not _HEX.fullmatch(said) or checksum(body) != said:
+    stored_checksum = rest[:-3].decode("ascii", "replace")
+    if not mark or rest[-3:] != b'"}\n' or not _HEX.fullmatch(stored_checksum) or checksum(body) != stored_checksum:
         raise _damaged(path, "its checksum is not that of its bytes")
     try:
-        made = _parsed(json.loads(body + b"}"))
+        manifest = _parsed(json.loads(body + b"}"))
     except CheckpointError as error:
         error.where = error.where or str(path)
         raise
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise _damaged(path, f"{type(error).__name__}: {error}"[:300]) from None
-    made.checksum = said
-    return made
+    manifest.checksum = stored_checksum
+    return manifest
 
 
 def serial_of(folder: Path) -> int | None:
@@ -135,10 +135,10 @@ def serial_of(folder: Path) -> int | None:
     if these don't give one."""
     try:
         file = OpenFile(folder / NAME)
-        found = _HEAD.match(file.read(0, min(64, file.nbytes)))
+        match = _HEAD.match(file.read(0, min(64, file.nbytes)))
     except CheckpointError:
         return None
-    return int(found[1]) if found else None
+    return int(match[1]) if match else None
 
 
 def _damaged(path: Path, why: str) -> CheckpointError:
@@ -163,15 +163,15 @@ def _parsed(data: dict[str, Any]) -> Manifest:
         else:
             entry.checksum = _sum(shown["checksum"])
         files[name] = entry
-    said = {"left_out": [], **data["known"]}  # (older checkpoints have no `left_out`)
-    known = Known(**{f.name: said[f.name] for f in fields(Known)})
+    known_fields = {"left_out": [], **data["known"]}  # (older checkpoints have no `left_out`)
+    known = Known(**{f.name: known_fields[f.name] for f in fields(Known)})
     _check_known(known)
     own = [_text(n) for n in data["own"]]
     if any(n not in files for n in own) or not isinstance(data["client"], dict):
         raise ValueError("the state of a rank is in no file")
-    made = Manifest(natural(data["serial"]), files, tensors, known, data["client"], own)
-    check_tiling(made.infos())
-    return made
+    manifest = Manifest(natural(data["serial"]), files, tensors, known, data["client"], own)
+    check_tiling(manifest.infos())
+    return manifest
 
 
 def _piece(tensors: dict[str, Any], name: str, offsets: list[Any], sizes: list[Any], start: Any, said: Any) -> Piece:

@@ -56,12 +56,12 @@ class Checkpoint(Source):
         if checksum(data) != self.manifest.files[name].checksum:
             raise self._damaged(name, "its checksum is not that of its bytes")
         try:
-            found = json.loads(data)
+            state = json.loads(data)
         except (ValueError, RecursionError) as error:
             raise self._damaged(name, str(error)) from None
-        if not isinstance(found, dict):
+        if not isinstance(state, dict):
             raise self._damaged(name, "it is no table")
-        return found
+        return state
 
     def verify(self, share: int = 0, of: int = 1) -> None:
         """Compare the `share`-th of `of` equal shares of the files with the manifest, byte by byte. Raises

@@ -105,21 +105,21 @@ def tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 def views(module: nn.Module) -> list[View]:
     """Return the tensors of the model's files, a tied one under one name. The module may be on the meta device. Raises
     `UnsupportedError`."""
-    held = tensors(module)
-    kept = {n: held[n] for n in _once(module, held)}
+    named_tensors = tensors(module)
+    saved_tensors = {n: named_tensors[n] for n in _once(module, named_tensors)}
     if not is_pretrained(module):
-        return [View(n, n, tuple(t.shape), row_by_row(t.shape), 0) for n, t in kept.items()]
+        return [View(n, n, tuple(t.shape), row_by_row(t.shape), 0) for n, t in saved_tensors.items()]
     for name in getattr(module, "_keys_to_ignore_on_save", None) or ():
-        kept.pop(name, None)
-    empty = {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in kept.items()}
+        saved_tensors.pop(name, None)
+    empty = {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in saved_tensors.items()}
     sources = {_storage(t): n for n, t in empty.items()}
-    found = []
+    file_views = []
     for name, part in _reverted(module, empty).items():
         source = sources.get(_storage(part))
-        if source is None or part.dtype is not kept[source].dtype:
+        if source is None or part.dtype is not saved_tensors[source].dtype:
             raise View(name, "the model's weights", (), (), 0)._refused()
-        found.append(View(name, source, tuple(part.shape), part.stride(), int(part.storage_offset())))
-    return found
+        file_views.append(View(name, source, tuple(part.shape), part.stride(), int(part.storage_offset())))
+    return file_views
 
 
 def _once(module: nn.Module, held: dict[str, torch.Tensor]) -> Iterator[str]:

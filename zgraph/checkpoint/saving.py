@@ -58,23 +58,23 @@ class Staging:
 
     def copy(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Copy all tensors into host memory and return the copies, complete when this returns."""
-        made: dict[str, torch.Tensor] = {}
+        copies: dict[str, torch.Tensor] = {}
         devices = set()
         for name, tensor in tensors.items():
             local = local_of(tensor)
-            held = self._held.get(name)
-            if held is None or held.shape != local.shape or held.dtype is not local.dtype:
-                held = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
-                self._held[name] = held
-            held.copy_(local, non_blocking=local.is_cuda)
+            buffer = self._held.get(name)
+            if buffer is None or buffer.shape != local.shape or buffer.dtype is not local.dtype:
+                buffer = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
+                self._held[name] = buffer
+            buffer.copy_(local, non_blocking=local.is_cuda)
             if local.is_cuda:
                 devices.add(local.device)
-            made[name] = dtensors.dtensor(held, tensor._spec) if isinstance(tensor, DTensor) else held
+            copies[name] = dtensors.dtensor(buffer, tensor._spec) if isinstance(tensor, DTensor) else buffer
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
         for name in self._held.keys() - tensors.keys():
             del self._held[name]
-        return made
+        return copies
 
 
 class Saver:

@@ -96,10 +96,10 @@ class Source(abc.ABC):
         info = self.tensors[name]
         if len(info.blocks) == 1:
             return self.block(name, info.blocks[0])
-        made = torch.empty(info.shape, dtype=info.dtype)
+        tensor = torch.empty(info.shape, dtype=info.dtype)
         for block in info.blocks:
-            made[_box(block.offsets, block.sizes)] = self.block(name, block)
-        return made
+            tensor[_box(block.offsets, block.sizes)] = self.block(name, block)
+        return tensor
 
     def reader(self) -> Reader:
         """Return a storage reader for `torch.distributed.checkpoint.load`."""
@@ -150,12 +150,12 @@ class Reader(StorageReader):
                 block = next(b for b in info.blocks if b.offsets == tuple(index.offset))
             at, lengths = tuple(item.storage_offsets), tuple(item.lengths)
             if lengths[:1] < block.sizes[:1]:
-                found = self.source.rows(index.fqn, block, at[0], lengths[0])
+                values = self.source.rows(index.fqn, block, at[0], lengths[0])
                 at = (0, *at[1:])
             else:
-                found = self.source.block(index.fqn, block)
+                values = self.source.block(index.fqn, block)
             target = planner.resolve_tensor(item).detach()
-            target.copy_(found[_box(at, lengths)])
+            target.copy_(values[_box(at, lengths)])
             planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)

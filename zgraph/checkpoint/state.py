@@ -33,12 +33,12 @@ WORDS = 624  # of 32 bits, in a Mersenne twister
 
 def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return the buffers that belong in checkpoints, under every name they have."""
-    found = {}
+    buffers = {}
     for path, child in module.named_modules(remove_duplicate=False):
         for key, buffer in child._buffers.items():
             if buffer is not None and not buffer.is_meta and key not in child._non_persistent_buffers_set:
-                found[f"{path}.{key}" if path else key] = buffer
-    return found
+                buffers[f"{path}.{key}" if path else key] = buffer
+    return buffers
 
 
 def extra_states(module: nn.Module) -> dict[str, Any]:
@@ -67,42 +67,42 @@ def tensors_of(runtime: Runtime, left_out: Collection[str] = ()) -> dict[str, to
     rank. `left_out`: names of weights that no rank writes."""
     shards, optimizer = runtime.shards, runtime.updater.optimizer
     beyond = set(left_out)
-    held = {MODEL + n: detached(t) for n, t in of_module(runtime).items() if n not in beyond}
+    tensors = {MODEL + n: detached(t) for n, t in of_module(runtime).items() if n not in beyond}
     if optimizer is not None:
         runtime.updater.make_states()
         names = {id(p): n for n, p in shards.params().items() if runtime.counts(n)}
-        for param, shown in optimizer.state.items():
+        for param, param_state in optimizer.state.items():
             if id(param) in names:  # (else it was replaced, or is another stage's to write)
-                held |= {f"{OPTIMIZER}{names[id(param)]}.{key}": value for key, value in shown.items()}
-    held |= synchronized(runtime, held)
+                tensors |= {f"{OPTIMIZER}{names[id(param)]}.{key}": value for key, value in param_state.items()}
+    tensors |= synchronized(runtime, tensors)
     loads: dict[int, list[int]] = {}
-    return {name: t for name, t in held.items() if is_mine(t, runtime.mesh, loads)}
+    return {name: t for name, t in tensors.items() if is_mine(t, runtime.mesh, loads)}
 
 
 def synchronized(runtime: Runtime, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return what is saved, of the tensors `held`, in place of weights that each rank has of its own: the last that all
     ranks had."""
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     common = runtime.updater.rounds.synchronized()
     names: dict[int, list[str]] = {}
     for name, param in runtime.module.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
     for name, weight in common.items():
-        found |= {MODEL + n: weight for n in names[id(runtime.shards.params()[name])]}
-        found[f"{OPTIMIZER}{name}.{MASTER}"] = weight
-    return {n: t.detach().to(held[n].dtype) for n, t in found.items() if n in held}
+        tensors |= {MODEL + n: weight for n in names[id(runtime.shards.params()[name])]}
+        tensors[f"{OPTIMIZER}{name}.{MASTER}"] = weight
+    return {n: t.detach().to(held[n].dtype) for n, t in tensors.items() if n in held}
 
 
 def of_module(runtime: Runtime) -> dict[str, torch.Tensor]:
     """Return the parameters and buffers that the ranks of this stage write (all of them without a pipeline), under
     every name they have."""
     counted = {id(p) for n, p in runtime.shards.params().items() if runtime.counts(n)}
-    found: dict[str, torch.Tensor] = {
+    params: dict[str, torch.Tensor] = {
         n: p for n, p in runtime.module.named_parameters(remove_duplicate=False) if id(p) in counted
     }
     buffers = persistent_buffers(runtime.module)
     first = {id(b): n for n, b in reversed(list(runtime.module.named_buffers(remove_duplicate=False)))}
-    return found | {n: b for n, b in buffers.items() if runtime.has_buffer(first[id(b)])}
+    return params | {n: b for n, b in buffers.items() if runtime.has_buffer(first[id(b)])}
 
 
 def is_mine(tensor: torch.Tensor, mesh: DeviceMesh | None, loads: dict[int, list[int]]) -> bool:
@@ -162,14 +162,14 @@ def random_states(device: torch.device) -> dict[str, Any]:
     """Return the random states of torch, Python, NumPy and this rank's device, as JSON."""
     version, numbers, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # type: ignore[misc]
-    found = {
+    states = {
         "torch": base64.b64encode(bytes(torch.get_rng_state().tolist())).decode(),
         "python": [version, list(numbers), gauss],
         "numpy": [str(name), [int(k) for k in keys], int(position), int(has_gauss), float(cached)],
     }
     if device.type == "cuda":
-        found["cuda"] = base64.b64encode(bytes(torch.cuda.get_rng_state(device).tolist())).decode()
-    return found
+        states["cuda"] = base64.b64encode(bytes(torch.cuda.get_rng_state(device).tolist())).decode()
+    return states
 
 
 class RandomStates:

@@ -51,13 +51,13 @@ class Writer(StorageWriter):
 
     def prepare_local_plan(self, plan: planning.SavePlan) -> planning.SavePlan:
         """Drop empty blocks of tensors that are not empty: a rank that holds no rows writes nothing."""
-        kept = []
+        items = []
         for item in plan.items:
             assert item.tensor_data is not None
             refuse_unwritable(item.index.fqn, item.tensor_data.properties.dtype)
             if item.tensor_data.chunk.sizes.numel() or not item.tensor_data.size.numel():
-                kept.append(item)
-        return dataclasses.replace(plan, items=kept)
+                items.append(item)
+        return dataclasses.replace(plan, items=items)
 
     def prepare_global_plan(self, plans: list[planning.SavePlan]) -> list[planning.SavePlan]:
         return [dataclasses.replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
@@ -73,8 +73,8 @@ class Writer(StorageWriter):
             blocks.append((item.index.fqn, Block(tuple(chunk.offsets), tuple(chunk.sizes)), data))
         if blocks:
             name = manifest.shard_file(rank)
-            made = write(self.folder / name, blocks)
-            files[name] = FileEntry(made.nbytes, "", (made.header, made.checksum), list(made.pieces))
+            shard = write(self.folder / name, blocks)
+            files[name] = FileEntry(shard.nbytes, "", (shard.header, shard.checksum), list(shard.pieces))
         own = manifest.own_file(rank)
         write_bytes(self.folder / own, self.own)
         files[own] = FileEntry(len(self.own), checksum(self.own))
@@ -85,12 +85,12 @@ class Writer(StorageWriter):
 
     def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
         tensors = {}
-        for name, found in metadata.state_dict_metadata.items():
-            assert isinstance(found, dcp.TensorStorageMetadata)
-            tensors[name] = (NAMES[found.properties.dtype], tuple(found.size))
+        for name, entry in metadata.state_dict_metadata.items():
+            assert isinstance(entry, dcp.TensorStorageMetadata)
+            tensors[name] = (NAMES[entry.properties.dtype], tuple(entry.size))
         files: dict[str, FileEntry] = {}
         for result in results:
             files |= result[0].storage_data
         own = [result[0].index.fqn for result in results]
-        made = Manifest(next_serial(self.folder.parent), files, tensors, self.known, self.client, own)
-        write_bytes(self.folder / manifest.NAME, made.written())
+        new_manifest = Manifest(next_serial(self.folder.parent), files, tensors, self.known, self.client, own)
+        write_bytes(self.folder / manifest.NAME, new_manifest.written())

@@ -155,10 +155,10 @@ class OpenFile:
         except OSError as error:
             raise _unreadable(path, error) from error
         weakref.finalize(self, os.close, self._descriptor)
-        found = os.fstat(self._descriptor)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(self._descriptor)
+        if not stat.S_ISREG(status.st_mode):
             damaged(path, "it is no regular file")
-        self.nbytes = found.st_size
+        self.nbytes = status.st_size
 
     def read_into(self, target: Any, at: int) -> None:
         """Fill a buffer with the bytes from position `at` on. (A memory mapping would end the process where the disk
@@ -178,9 +178,9 @@ class OpenFile:
         """Read `nbytes` bytes from position `at`."""
         if at + nbytes > self.nbytes:
             damaged(self.path, f"it ends at byte {self.nbytes}")
-        made = bytearray(nbytes)
-        self.read_into(made, at)
-        return bytes(made)
+        data = bytearray(nbytes)
+        self.read_into(data, at)
+        return bytes(data)
 
     def checksum(self, at: int, nbytes: int) -> str:
         """Return the checksum of `nbytes` bytes from position `at`, read in chunks."""
@@ -219,11 +219,11 @@ class TensorFile(OpenFile):
 
     def _parsed(self, header: bytes) -> dict[str, Piece]:
         try:
-            found = json.loads(header.decode())
-            metadata = found.pop("__metadata__", {})
+            entries = json.loads(header.decode())
+            metadata = entries.pop("__metadata__", {})
             offsets = json.loads(metadata[SHARDING]) if SHARDING in metadata else {}
             pieces = {}
-            for name, entry in found.items():
+            for name, entry in entries.items():
                 sizes = naturals(entry["shape"])
                 first, last = naturals(entry["data_offsets"])
                 begins = naturals(offsets[name][OFFSETS]) if offsets else (0,) * len(sizes)
@@ -246,8 +246,8 @@ class TensorFile(OpenFile):
     def tensor(self, piece: Piece, first: int = 0, count: int | None = None) -> torch.Tensor:
         """Read a piece, or `count` of its rows from row `first` on."""
         sizes = piece.block.sizes if count is None else (count, *piece.block.sizes[1:])
-        made = torch.empty(sizes, dtype=DTYPES[piece.dtype])
-        if made.numel():
-            skipped = first * math.prod(sizes[1:]) * made.element_size()
-            self.read_into(made.view(-1).view(torch.uint8).numpy(), piece.start + skipped)
-        return made
+        tensor = torch.empty(sizes, dtype=DTYPES[piece.dtype])
+        if tensor.numel():
+            skipped = first * math.prod(sizes[1:]) * tensor.element_size()
+            self.read_into(tensor.view(-1).view(torch.uint8).numpy(), piece.start + skipped)
+        return tensor

@@ -131,31 +131,31 @@ def _decoded(value: Any, load: Callable[[str], torch.Tensor]) -> Any:
         return load(value["name"])
     if kind == "array":
         return _array(load(value["name"]), _dtype(value["dtype"]), naturals(value["shape"]))
-    held = value["is"]
+    content = value["is"]
     if kind == "number":
-        (number,) = np.frombuffer(base64.b64decode(held, validate=True), _dtype(value["dtype"]))
+        (number,) = np.frombuffer(base64.b64decode(content, validate=True), _dtype(value["dtype"]))
         return number
     if kind == "int":
-        return int(held, 16)
+        return int(content, 16)
     if kind == "float":
-        return float(held)
+        return float(content)
     if kind == "complex":
-        real, imaginary = (_decoded(part, load) for part in held)
+        real, imaginary = (_decoded(part, load) for part in content)
         return complex(real, imaginary)
     if kind in ("bytes", "bytearray"):
-        data = base64.b64decode(held, validate=True)
+        data = base64.b64decode(content, validate=True)
         return data if kind == "bytes" else bytearray(data)
     if kind in SEQUENCES:
-        return SEQUENCES[kind](_decoded(v, load) for v in held)
+        return SEQUENCES[kind](_decoded(v, load) for v in content)
     if kind in SETS:
-        made = SETS[kind](_decoded(v, load) for v in held)
+        collection = SETS[kind](_decoded(v, load) for v in content)
     elif kind in TABLES:
-        made = TABLES[kind]({_decoded(k, load): _decoded(v, load) for k, v in held})
+        collection = TABLES[kind]({_decoded(k, load): _decoded(v, load) for k, v in content})
     else:
         raise ValueError(f"there is no kind {kind!r}")
-    if len(made) != len(held):
+    if len(collection) != len(content):
         raise ValueError(f"a {kind} holds one key twice")
-    return made
+    return collection
 
 
 def _array(raw: torch.Tensor, dtype: np.dtype[Any], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:

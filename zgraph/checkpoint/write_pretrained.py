@@ -188,11 +188,11 @@ def _runs(shape: tuple[int, ...], box: Block, part: torch.Tensor, itemsize: int)
 def _begin(folder: Path) -> Path:
     """Make an empty folder beside the present files. Raises `OSError`."""
     folder.mkdir(parents=True, exist_ok=True)
-    made = folder / PARTIAL
-    if made.is_dir() and not made.is_symlink():
-        shutil.rmtree(made)
-    made.mkdir()
-    return made
+    partial = folder / PARTIAL
+    if partial.is_dir() and not partial.is_symlink():
+        shutil.rmtree(partial)
+    partial.mkdir()
+    return partial
 
 
 def _place(partial: Path, files: Files) -> None:
@@ -278,8 +278,8 @@ def _same_values(runtime: Runtime, name: str | None, own: Any, whole: Any) -> bo
         return False
     if whole.shape != own.shape or whole.dtype is not own.dtype:
         return False
-    mine, held = runtime.shards.own_part(name, whole) if name is not None else whole, local_of(own).detach()
-    return same_bits(mine.to(held.device), held)
+    part, local = runtime.shards.own_part(name, whole) if name is not None else whole, local_of(own).detach()
+    return same_bits(part.to(local.device), local)
 
 
 # -- from a running model ---------------------------------------------------------------------------------------------
@@ -363,21 +363,21 @@ def _parts(
 ) -> Iterator[tuple[View, Block, torch.Tensor]]:
     """Yield (view, box, numbers) for all that this rank writes: a part that several ranks hold is written by one of
     them."""
-    held = state.of_module(runtime)
+    tensors = state.of_module(runtime)
     loads: dict[int, list[int]] = {}
-    wanted = [n for n in dict.fromkeys(v.source for v in views) if n in held]
-    mine = {n: held[n] for n in wanted if state.is_mine(held[n], runtime.mesh, loads)}
+    wanted = [n for n in dict.fromkeys(v.source for v in views) if n in tensors]
+    own_tensors = {n: tensors[n] for n in wanted if state.is_mine(tensors[n], runtime.mesh, loads)}
     stale: list[str] = []
-    values = {n: _value(runtime, n, t, dtypes[n], averaged, stale) for n, t in mine.items()}
+    values = {n: _value(runtime, n, t, dtypes[n], averaged, stale) for n, t in own_tensors.items()}
     tell_changed(stale)
     for view in views:
-        if view.source in mine:
-            source = mine[view.source]
+        if view.source in own_tensors:
+            source = own_tensors[view.source]
             shape = tuple(source.shape)
             for block in _blocks(source):
-                found = view.cut(shape, block, values[view.source]) if block.elements else None
-                if found is not None:
-                    yield view, *found
+                cut = view.cut(shape, block, values[view.source]) if block.elements else None
+                if cut is not None:
+                    yield view, *cut
 
 
 def _blocks(tensor: torch.Tensor) -> list[Block]:
@@ -450,10 +450,10 @@ def export(
                 pretrained.write_config(like, partial, _main_dtype(views, dtypes))
             stale: list[str] = []
             with _Writer(partial, files) as writer:
-                for name, made in of_source.items():
+                for name, source_views in of_source.items():
                     say(name)
                     widest = _widest(source, twins.get(name, name), dtypes[name], stale)
-                    _write_whole(writer, made, source, widest, dtypes[name])
+                    _write_whole(writer, source_views, source, widest, dtypes[name])
                 tell_changed(stale)
                 written = sorted(path.name for path in partial.iterdir())
         _place(partial, files)
@@ -467,17 +467,17 @@ def _write_whole(writer: _Writer, views: Sequence[View], source: Source, name: s
     """Write the tensors of the files that are made from the checkpoint's tensor `name`, which is read whole."""
     whole = source.whole(name)
     for view in views:
-        found = view.cut(tuple(whole.shape), Block((0,) * whole.dim(), tuple(whole.shape)), whole)
-        if found is not None:
-            writer.write(view, *found, dtype)
+        cut = view.cut(tuple(whole.shape), Block((0,) * whole.dim(), tuple(whole.shape)), whole)
+        if cut is not None:
+            writer.write(view, *cut, dtype)
 
 
 def _refuse_other(source: Source, shapes: dict[str, tuple[int, ...]], like: nn.Module) -> None:
     """Raise `CheckpointError` unless the model's tensors have the names and shapes of the checkpoint's."""
-    held = {n: tuple(t.shape) for n, t in pretrained.tensors(like).items()}
-    wrong = [n for n in held if n in shapes and held[n] != shapes[n]]
-    missing = [n for n in held if n not in shapes]
-    beyond = [n for n in shapes if n not in held]
+    model_shapes = {n: tuple(t.shape) for n, t in pretrained.tensors(like).items()}
+    wrong = [n for n in model_shapes if n in shapes and model_shapes[n] != shapes[n]]
+    missing = [n for n in model_shapes if n not in shapes]
+    beyond = [n for n in shapes if n not in model_shapes]
     for what, names in (("the model lacks", beyond), ("the checkpoint lacks", missing), ("of another shape", wrong)):
         if names:
             raise CheckpointError(
@@ -509,12 +509,12 @@ def _twins(source: Source, names: Sequence[str]) -> dict[str, str]:
         if f"{OPTIMIZER}{name}.{MASTER}" in source.tensors:
             info = source.tensors[MODEL + name]
             mastered.setdefault((info.dtype, info.shape), []).append(name)
-    found = {}
+    twins = {}
     for name in names:
         if not any(f"{OPTIMIZER}{name}.{key}" in source.tensors for key in (MASTER, AHEAD)):
             info = source.tensors[MODEL + name]
             for other in mastered.get((info.dtype, info.shape), []):
                 if same_bits(source.whole(MODEL + name), source.whole(MODEL + other)):
-                    found[name] = other
+                    twins[name] = other
                     break
-    return found
+    return twins

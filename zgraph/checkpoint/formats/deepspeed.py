@@ -111,11 +111,11 @@ class DeepSpeed(Source):
 
     def _model_ranks(self, names: list[str]) -> list[int]:
         """Return the numbers of `mp_rank` among the files. Raises `CheckpointError` unless they are 0, 1, …"""
-        found = sorted({int(m[2]) for n in names for p in (MODEL_FILE, OPTIMIZER_FILE) if (m := p.fullmatch(n))})
-        if found != list(range(len(found))):
-            lost = next(r for r in range(len(found) + 1) if r not in found)
+        ranks = sorted({int(m[2]) for n in names for p in (MODEL_FILE, OPTIMIZER_FILE) if (m := p.fullmatch(n))})
+        if ranks != list(range(len(ranks))):
+            lost = next(r for r in range(len(ranks) + 1) if r not in ranks)
             raise CheckpointError(f"the files of mp_rank {lost} are missing", where=str(self.folder))
-        return found
+        return ranks
 
     def _of_parts(self, names: list[str], parts: list[int]) -> tuple[dict[str, Any], list[dict[str, Any]], Read]:
         """Read the files of tensor parallelism, or of one pipeline stage with it, and return the same. Each
@@ -140,19 +140,19 @@ class DeepSpeed(Source):
     def _of_layers(self, names: list[str], read: Read) -> dict[str, Any]:
         """Return the tensors of a pipeline's layer files by name, the first tensor-parallel rank's. The second file of
         a tied layer, none of whose names are in `read`, is skipped."""
-        found: dict[str, Any] = {}
+        tensors: dict[str, Any] = {}
         for name in names:
             if (match := LAYER_FILE.fullmatch(name)) is None:
                 continue
-            held = {f"{int(match[1])}.{key}": value for key, value in self._table(name).items()}
-            if held.keys().isdisjoint(read.weights):
+            layer_tensors = {f"{int(match[1])}.{key}": value for key, value in self._table(name).items()}
+            if layer_tensors.keys().isdisjoint(read.weights):
                 continue
             if int(match[2] or 0):
-                rest = {n: v for n, v in held.items() if n not in read.weights}
-                check_same({n: found.get(n) for n in rest}, rest, self.folder)
+                rest = {n: v for n, v in layer_tensors.items() if n not in read.weights}
+                check_same({n: tensors.get(n) for n in rest}, rest, self.folder)
             else:
-                found |= held
-        return found
+                tensors |= layer_tensors
+        return tensors
 
     def _refuse_others(self, names: list[str]) -> None:
         layers = any(LAYER_FILE.fullmatch(n) for n in names)
@@ -176,15 +176,15 @@ class DeepSpeed(Source):
     def _ranked(self, names: list[str], pattern: re.Pattern[str]) -> list[str]:
         """Return the files of all data-parallel ranks that match the pattern, in rank order. Raises `CheckpointError`
         if one is missing."""
-        found = {int(m[1] or 0): n for n in names if (m := pattern.fullmatch(n))}
-        if len(found) < sum(bool(pattern.fullmatch(n)) for n in names):
+        file_of = {int(m[1] or 0): n for n in names if (m := pattern.fullmatch(n))}
+        if len(file_of) < sum(bool(pattern.fullmatch(n)) for n in names):
             raise CheckpointError("one rank has two files", where=str(self.folder), why="of two checkpoints, it seems")
-        if sorted(found) != list(range(len(found))):
-            lost = next(r for r in range(len(found) + 1) if r not in found)
+        if sorted(file_of) != list(range(len(file_of))):
+            lost = next(r for r in range(len(file_of) + 1) if r not in file_of)
             raise CheckpointError(
                 f"the file of rank {lost} is missing", where=str(self.folder), hint="copy it here too"
             )
-        return [found[rank] for rank in sorted(found)]
+        return [file_of[rank] for rank in sorted(file_of)]
 
     def _table(self, name: str) -> dict[str, Any]:
         file = TorchFile(self.folder / name)
@@ -230,12 +230,12 @@ class DeepSpeed(Source):
     @staticmethod
     def _parameters(state: Mapping[str, Any]) -> dict[str, Stored]:
         """Return the module's own parameters in their order, a tied one under its first name."""
-        buffers, found, places = set(state.get("buffer_names") or ()), {}, set()
+        buffers, parameters, places = set(state.get("buffer_names") or ()), {}, set()
         for name, value in state["module"].items():
             if isinstance(value, Stored) and name not in buffers and (value.start, value.shape) not in places:
                 places.add((value.start, value.shape))
-                found[name] = value
-        return found
+                parameters[name] = value
+        return parameters
 
     def _hold(self, state: Mapping[str, Any], read: Read) -> None:
         """Store every tensor by its name in a source: the optimizer's weights and states, then what only the module
@@ -282,12 +282,12 @@ class DeepSpeed(Source):
         return known
 
     def block(self, name: str, block: Block) -> torch.Tensor:
-        held = self._held[name]
-        return held.clone() if isinstance(held, torch.Tensor) else held.read()
+        tensor = self._held[name]
+        return tensor.clone() if isinstance(tensor, torch.Tensor) else tensor.read()
 
     def rows(self, name: str, block: Block, first: int, count: int) -> torch.Tensor:
-        held = self._held[name]
-        return held[first : first + count] if isinstance(held, torch.Tensor) else held.rows(first, count)
+        tensor = self._held[name]
+        return tensor[first : first + count] if isinstance(tensor, torch.Tensor) else tensor.rows(first, count)
 
     def verify(self, share: int = 0, of: int = 1) -> None:
         for file in self._files[share::of]:
@@ -314,5 +314,5 @@ def _loss_scale(state: Mapping[str, Any], ranks: list[dict[str, Any]], skipped: 
         "last_overflow": "last_overflow_iter",
         "hysteresis": "cur_hysteresis",
     }
-    found = {k: saved.get(name) for k, name in names.items()}
-    return {k: v for k, v in found.items() if isinstance(v, (int, float))} | {"skipped": skipped}
+    values = {k: saved.get(name) for k, name in names.items()}
+    return {k: v for k, v in values.items() if isinstance(v, (int, float))} | {"skipped": skipped}

@@ -43,15 +43,15 @@ class Gathered:
 
     def read(self) -> torch.Tensor:
         """Read all of it. Raises `CheckpointError`."""
-        made = torch.empty(self.shape, dtype=self.dtype)
-        self._read_into(made.view(-1), 0)
-        return made
+        tensor = torch.empty(self.shape, dtype=self.dtype)
+        self._read_into(tensor.view(-1), 0)
+        return tensor
 
     def rows(self, first: int, count: int) -> torch.Tensor:
         """Read `count` of its rows (of dimension 0) from row `first` on. Raises `CheckpointError`."""
-        made = torch.empty((count, *self.shape[1:]), dtype=self.dtype)
-        self._read_into(made.view(-1), first * math.prod(self.shape[1:]))
-        return made
+        tensor = torch.empty((count, *self.shape[1:]), dtype=self.dtype)
+        self._read_into(tensor.view(-1), first * math.prod(self.shape[1:]))
+        return tensor
 
     def _read_into(self, target: torch.Tensor, begin: int) -> None:
         """Fill a 1-d tensor with its elements from `begin` on."""
@@ -77,7 +77,7 @@ class Read:
 def first_stages(shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, Any]], path: Path) -> Read:
     """Return what a checkpoint of ZeRO stage 1 or 2 holds. `shapes`: those of each parameter group; `ranks`: each
     rank's optimizer state. Raises `CheckpointError`."""
-    found, world = Read(), len(ranks)
+    read, world = Read(), len(ranks)
     for index, group in enumerate(shapes):
         flats = [_flat(rank["single_partition_of_fp32_groups"][index], path) for rank in ranks]
         states = [_state(rank["base_optimizer_state"], index, path) for rank in ranks]
@@ -87,27 +87,27 @@ def first_stages(shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[st
         keyed = {key: [_flat(s.get(key), path) for s in states] for key in _keys(states[0], flats[0].elements)}
         at = 0
         for (name, shape), gap in zip(group.items(), gaps, strict=True):
-            found.weights[name] = _straddling(name, shape, at, part, flats, path)
+            read.weights[name] = _straddling(name, shape, at, part, flats, path)
             for key, tensors in keyed.items():
                 if world > 1 and tensors[0].elements != part:
                     _misfit(name, path)
-                found.states[name, key] = _straddling(name, shape, at, part, tensors, path)
+                read.states[name, key] = _straddling(name, shape, at, part, tensors, path)
             at += math.prod(shape) + gap
         if not 0 <= _total(flats) - at < PADDED_TO * world:
             _misfit(list(group)[-1] if group else "a group", path)
         described = ranks[0]["base_optimizer_state"]["param_groups"][index]
-        _note_steps(found, group, [_step(s, r, index) for s, r in zip(states, ranks, strict=True)], path)
-        found.groups.append({"names": list(group)} | plain_group(described))
-    return found
+        _note_steps(read, group, [_step(s, r, index) for s, r in zip(states, ranks, strict=True)], path)
+        read.groups.append({"names": list(group)} | plain_group(described))
+    return read
 
 
 def third_stage(shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, Any]], path: Path) -> Read:
     """Return what a checkpoint of ZeRO stage 3 holds. `shapes`: those of each sub-group; `ranks`: each rank's optimizer
     state. Raises `CheckpointError`."""
-    found, world = Read(), len(ranks)
+    read, world = Read(), len(ranks)
     described = ranks[0]["optimizer_state_dict"]["param_groups"]
     group_of = [g for g, group in enumerate(described) for _ in group["params"]]
-    found.groups = [{"names": []} | plain_group(group) for group in described]
+    read.groups = [{"names": []} | plain_group(group) for group in described]
     if len({len(shapes), *(len(r["fp32_flat_groups"]) for r in ranks), len(group_of)}) > 1:
         raise CheckpointError("ranks have other sub-groups of parameters than the model", where=str(path))
     for index, group in enumerate(shapes):
@@ -116,15 +116,15 @@ def third_stage(shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str
         keyed = {key: [_flat(s.get(key), path) for s in states] for key in _keys(states[0], flats[0].elements)}
         at = 0
         for name, shape in group.items():
-            found.weights[name] = in_equal_parts(name, shape, flats, path, at)
+            read.weights[name] = in_equal_parts(name, shape, flats, path, at)
             for key, tensors in keyed.items():
-                found.states[name, key] = in_equal_parts(name, shape, tensors, path, at)
+                read.states[name, key] = in_equal_parts(name, shape, tensors, path, at)
             at += -(-math.prod(shape) // world)
         if any(f.elements != at for f in flats):
             _misfit(list(group)[-1] if group else "a group", path)
-        _note_steps(found, group, [number(s.get("step"), "step") for s in states], path)
-        found.groups[group_of[index]]["names"] += list(group)
-    return found
+        _note_steps(read, group, [number(s.get("step"), "step") for s in states], path)
+        read.groups[group_of[index]]["names"] += list(group)
+    return read
 
 
 def in_equal_parts(name: str, shape: Sequence[int], flats: Sequence[Stored], path: Path, at: int = 0) -> Gathered:
@@ -173,10 +173,10 @@ def _state(optimizer: Any, index: int, path: Path) -> Mapping[str, Any]:
             hint="save without it, or convert with DeepSpeed's ds_to_universal",
         )
     ids = [i for group in optimizer["param_groups"] for i in group["params"]]
-    found = optimizer["state"].get(ids[index], {})
-    if not isinstance(found, dict):
+    state = optimizer["state"].get(ids[index], {})
+    if not isinstance(state, dict):
         raise ValueError("an optimizer's state is no table")
-    return found
+    return state
 
 
 def _keys(state: Mapping[str, Any], least: int) -> Iterator[str]:
@@ -189,9 +189,9 @@ def _keys(state: Mapping[str, Any], least: int) -> Iterator[str]:
 def _step(state: Mapping[str, Any], rank: Mapping[str, Any], index: int) -> float | None:
     group = rank["base_optimizer_state"]["param_groups"][index]
     for value in (state.get("step"), group.get("step"), rank.get("base_optimizer_state_step")):
-        found = number(value, "step")
-        if found is not None:
-            return found
+        step = number(value, "step")
+        if step is not None:
+            return step
     return None
 
 

@@ -25,9 +25,9 @@ MOST_WAYS = 100_000  # partial assignments that are kept at most
 def unsharded(weights: Mapping[str, Stored], saved: Mapping[str, Any] | None, path: Path) -> Read:
     """Return what a checkpoint without ZeRO holds. `weights`: the module's parameters in its order, each once; `saved`:
     the optimizer's part. Raises `CheckpointError`."""
-    found = Read(dict(weights))
+    read = Read(dict(weights))
     if saved is None:
-        return found
+        return read
     optimizer = saved.get("optimizer_state_dict", saved)
     masters = saved.get("fp32_groups")
     if "fp32_groups_flat" in saved:
@@ -45,18 +45,18 @@ def unsharded(weights: Mapping[str, Stored], saved: Mapping[str, Any] | None, pa
     )
     for index, (ids, names) in enumerate(zip(groups, placed, strict=True)):
         described = optimizer["param_groups"][index]
-        found.groups.append({"names": names} | plain_group(described))
+        read.groups.append({"names": names} | plain_group(described))
         for i, name in zip(ids, names, strict=True):
             state = optimizer["state"].get(i, {})
             step = number(state.get("step", described.get("step")), "step")
             if step is not None:
-                found.states[name, "step"] = torch.tensor(step)
+                read.states[name, "step"] = torch.tensor(step)
             for key, value in state.items():
                 if key != "step" and isinstance(value, Stored):
-                    found.states[name, key] = value
+                    read.states[name, key] = value
         if masters is not None:
-            _take_masters(found, names, masters[index], weights, path)
-    return found
+            _take_masters(read, names, masters[index], weights, path)
+    return read
 
 
 def _shape(state: Mapping[str, Any]) -> tuple[int, ...] | None:
@@ -97,11 +97,11 @@ def _placed(
             ),
             hint="save it at ZeRO stage 1, or convert it with DeepSpeed's tools",
         )
-    found: list[list[str]] = [[] for _ in groups]
+    names_by_group: list[list[str]] = [[] for _ in groups]
     while last is not None:
         last, g, name = last
-        found[g].insert(0, name)
-    return found
+        names_by_group[g].insert(0, name)
+    return names_by_group
 
 
 def _add(

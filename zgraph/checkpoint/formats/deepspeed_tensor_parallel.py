@@ -58,13 +58,13 @@ class Merged:
         parts = [part.read().reshape(-1) for part in self.parts]
         if self.averaged:
             return (sum(parts[1:], parts[0].clone()) / len(parts)).reshape(self.shape)
-        made = torch.empty(math.prod(self.shape), dtype=self.dtype)
-        filled = torch.zeros(made.numel(), dtype=torch.bool)
+        tensor = torch.empty(math.prod(self.shape), dtype=self.dtype)
+        filled = torch.zeros(tensor.numel(), dtype=torch.bool)
         for piece in self.pieces:
             block = parts[piece.rank].as_strided(piece.shape, piece.part[1], piece.part[0])
-            target = made.as_strided(piece.shape, piece.whole[1], piece.whole[0])
-            there = filled.as_strided(piece.shape, piece.whole[1], piece.whole[0])
-            if not torch.equal(target[there], block[there]):
+            target = tensor.as_strided(piece.shape, piece.whole[1], piece.whole[0])
+            filled_part = filled.as_strided(piece.shape, piece.whole[1], piece.whole[0])
+            if not torch.equal(target[filled_part], block[filled_part]):
                 raise CheckpointError(
                     f"tensor-parallel ranks hold different values of {self.name}",
                     where=str(self.folder),
@@ -72,10 +72,10 @@ class Merged:
                     hint="load another checkpoint: the ranks had drifted apart",
                 )
             target.copy_(block)
-            there.fill_(True)
+            filled_part.fill_(True)
         if not bool(filled.all()):
             raise CheckpointError(f"no tensor-parallel rank holds a part of {self.name}", where=str(self.folder))
-        return made.reshape(self.shape)
+        return tensor.reshape(self.shape)
 
     def rows(self, first: int, count: int) -> torch.Tensor:
         """Read `count` of its rows (of dimension 0) from row `first` on. Raises `CheckpointError`."""
@@ -150,13 +150,13 @@ class Layout:
         """Return (shape, blocks) by the `affine_map`'s entry for a name: {"logical_shape", "ranks": {rank:
         {"shard_shape", "pieces"}}}."""
         shape, pieces = naturals(said["logical_shape"]), list[Piece]()
-        ranks = {int(rank): held for rank, held in said["ranks"].items()}
+        ranks = {int(rank): entry for rank, entry in said["ranks"].items()}
         if sorted(ranks) != list(range(self._ranks)):
             raise CheckpointError(f"{name} is described for other ranks than there are", where=str(self._folder))
-        for rank, held in sorted(ranks.items()):
-            if naturals(held["shard_shape"]) != shapes[rank]:
-                self._other_shape(name, rank, naturals(held["shard_shape"]), shapes[rank])
-            for piece in held["pieces"]:
+        for rank, entry in sorted(ranks.items()):
+            if naturals(entry["shard_shape"]) != shapes[rank]:
+                self._other_shape(name, rank, naturals(entry["shard_shape"]), shapes[rank])
+            for piece in entry["pieces"]:
                 if piece.get("scale", 1.0) != 1.0:
                     what = "a weight" if weight else "an optimizer's state"
                     raise UnsupportedError(
@@ -166,12 +166,12 @@ class Layout:
                     )
                 whole = (naturals([piece["source"][0]])[0], naturals(piece["source"][1]))
                 part = (naturals([piece["dest"][0]])[0], naturals(piece["dest"][1]))
-                made = Piece(rank, naturals(piece["shape"]), whole, part)
+                new_piece = Piece(rank, naturals(piece["shape"]), whole, part)
                 for (first, strides), within in ((whole, shape), (part, shapes[rank])):
-                    last = first + sum((n - 1) * s for n, s in zip(made.shape, strides, strict=True))
-                    if math.prod(made.shape) and last >= math.prod(within):
+                    last = first + sum((n - 1) * s for n, s in zip(new_piece.shape, strides, strict=True))
+                    if math.prod(new_piece.shape) and last >= math.prod(within):
                         raise CheckpointError(f"a block of {name} lies outside of it", where=str(self._folder))
-                pieces.append(made)
+                pieces.append(new_piece)
         return shape, pieces
 
     def _whole(self, name: str, shapes: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], list[Piece]]:
@@ -239,12 +239,12 @@ class Layout:
     def _without_padding(self, shape: tuple[int, ...], pieces: Sequence[Piece]) -> tuple[tuple[int, ...], list[Piece]]:
         """Return (shape, blocks) of a vocabulary without the rows that were added to divide it evenly."""
         rows = min(shape[0], self._info.get("original_vocab_size") or shape[0])
-        kept, each = list[Piece](), math.prod(shape[1:])
+        clipped_pieces, row_elements = list[Piece](), math.prod(shape[1:])
         for piece in pieces:
-            first = piece.whole[0] // each if each else 0
+            first = piece.whole[0] // row_elements if row_elements else 0
             count = max(0, min(piece.shape[0], rows - first))
-            kept.append(Piece(piece.rank, (count, *piece.shape[1:]), piece.whole, piece.part))
-        return (rows, *shape[1:]), kept
+            clipped_pieces.append(Piece(piece.rank, (count, *piece.shape[1:]), piece.whole, piece.part))
+        return (rows, *shape[1:]), clipped_pieces
 
     def _other_shape(self, name: str, rank: int, said: Sequence[int], found: Sequence[int]) -> None:
         raise UnsupportedError(
@@ -262,32 +262,32 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
 def merge(layout: Layout, reads: Sequence[Read], states: Sequence[Mapping[str, Any]], folder: Path) -> Read:
     """Return what all tensor-parallel ranks hold, put together. `reads`: the tensors of each one's files; `states`: its
     model state. Raises `CheckpointError` and `UnsupportedError`."""
-    found = Read(groups=reads[0].groups)
+    merged = Read(groups=reads[0].groups)
     names = list(reads[0].weights)
     weights = [_held(state) for state in states]
-    for read, held in zip(reads, weights, strict=True):
-        if list(read.weights) != names or held.keys() != weights[0].keys():
+    for read, table in zip(reads, weights, strict=True):
+        if list(read.weights) != names or table.keys() != weights[0].keys():
             raise CheckpointError("tensor-parallel ranks hold other parameters", where=str(folder))
     for name in names:
-        found.weights[name] = layout.merged(name, [read.weights[name] for read in reads])
+        merged.weights[name] = layout.merged(name, [read.weights[name] for read in reads])
     for (name, key), first in reads[0].states.items():
         parts = [read.states.get((name, key)) for read in reads]
         plain = [p for p in parts if isinstance(p, torch.Tensor)]
         if isinstance(first, torch.Tensor):
             if len(plain) < len(parts) or any(not torch.equal(first, p) for p in plain):
                 raise CheckpointError(f"tensor-parallel ranks are of different steps of {name}", where=str(folder))
-            found.states[name, key] = first
+            merged.states[name, key] = first
         else:
             whole = [p for p in parts if p is not None and not isinstance(p, torch.Tensor)]
             if len(whole) < len(parts):
                 raise CheckpointError(f"a tensor-parallel rank has no {key} of {name}", where=str(folder))
-            found.states[name, key] = layout.merged(name, whole, weight=False)
-    taken = {(w.start, w.shape) for n, w in weights[0].items() if n in found.weights}
+            merged.states[name, key] = layout.merged(name, whole, weight=False)
+    places = {(w.start, w.shape) for n, w in weights[0].items() if n in merged.weights}
     tied = states[0].get("shared_params") or {}
     for name, first in weights[0].items():  # what no optimizer has: frozen parameters below stage 2
-        if name not in found.weights and name not in tied and (first.start, first.shape) not in taken:
-            found.weights[name] = layout.merged(name, [held[name] for held in weights])
-    return found
+        if name not in merged.weights and name not in tied and (first.start, first.shape) not in places:
+            merged.weights[name] = layout.merged(name, [table[name] for table in weights])
+    return merged
 
 
 def _held(state: Mapping[str, Any]) -> dict[str, Stored]:
@@ -300,8 +300,8 @@ def _held(state: Mapping[str, Any]) -> dict[str, Stored]:
 def check_buffers(states: Sequence[Mapping[str, Any]], folder: Path) -> None:
     """Raise `UnsupportedError` for a buffer that differs between tensor-parallel ranks."""
     names = states[0].get("buffer_names") or ()
-    held = [{name: (state.get("module") or {}).get(name) for name in names} for state in states]
-    for one, other in itertools.pairwise(held):
+    buffers = [{name: (state.get("module") or {}).get(name) for name in names} for state in states]
+    for one, other in itertools.pairwise(buffers):
         check_same(one, other, folder)
 
 
@@ -311,9 +311,9 @@ def check_same(one: Mapping[str, Any], other: Mapping[str, Any], folder: Path) -
         theirs = other.get(name)
         if not isinstance(mine, Stored) and not isinstance(theirs, Stored):
             continue
-        found = [x for x in (mine, theirs) if isinstance(x, Stored)]
-        alike = len(found) == 2 and found[0].shape == found[1].shape
-        if not (alike and torch.equal(found[0].read(), found[1].read())):
+        tensors = [x for x in (mine, theirs) if isinstance(x, Stored)]
+        alike = len(tensors) == 2 and tensors[0].shape == tensors[1].shape
+        if not (alike and torch.equal(tensors[0].read(), tensors[1].read())):
             raise UnsupportedError(
                 f"buffer {name} of a DeepSpeed checkpoint of tensor parallelism can't be read",
                 where=str(folder),

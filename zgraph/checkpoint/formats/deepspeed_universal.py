@@ -23,7 +23,7 @@ COMMON = "optimizer_state.pt"
 def universal(folder: Path, shapes: Sequence[Mapping[str, Any]], leave: set[str]) -> tuple[Read, list[TorchFile]]:
     """Read the folder `zero`; return what it holds, and its files. `shapes`: those of parameters, which may be saved
     flat; `leave`: names that are not read (buffers, which are written beside parameters). Raises `CheckpointError`."""
-    found, files = Read(), []
+    read, files = Read(), []
     known = {name: tuple(shape) for group in shapes for name, shape in group.items()}
     for place in sorted(folder.iterdir()):
         if place.is_symlink() or not place.is_dir() or place.name in leave:
@@ -38,17 +38,17 @@ def universal(folder: Path, shapes: Sequence[Mapping[str, Any]], leave: set[str]
                 step = number(value, "step")
                 if step is None:
                     damaged(path, "it is no number")
-                found.states[place.name, "step"] = torch.tensor(float(step))
+                read.states[place.name, "step"] = torch.tensor(float(step))
             elif isinstance(value, Stored):
                 shaped = _shaped(value, known.get(place.name), path)
                 if path.stem == WEIGHT:
-                    found.weights[place.name] = shaped
+                    read.weights[place.name] = shaped
                 else:
-                    found.states[place.name, path.stem] = shaped
+                    read.states[place.name, path.stem] = shaped
             else:
                 damaged(path, "it is no tensor")
-    _complete_steps(found, folder / COMMON)
-    return found, files
+    _complete_steps(read, folder / COMMON)
+    return read, files
 
 
 def _shaped(stored: Stored, shape: tuple[int, ...] | None, path: Path) -> Stored:

@@ -33,12 +33,12 @@ class Safetensors(Source):
         self._pieces: dict[str, dict[tuple[int, ...], tuple[TensorFile, Piece]]] = {}
         for file in files:
             for piece in file.pieces.values():
-                found = self._pieces.setdefault(piece.name, {})
-                there = found.setdefault(piece.block.offsets, (file, piece))
-                if there[1] is not piece and there[1].block.elements and piece.block.elements:
-                    damaged(file.path, f"{piece.name} is in {there[0].path.name} too")
+                blocks = self._pieces.setdefault(piece.name, {})
+                first = blocks.setdefault(piece.block.offsets, (file, piece))
+                if first[1] is not piece and first[1].block.elements and piece.block.elements:
+                    damaged(file.path, f"{piece.name} is in {first[0].path.name} too")
                 if piece.block.elements:  # (a rank without rows may have written an empty block)
-                    found[piece.block.offsets] = (file, piece)
+                    blocks[piece.block.offsets] = (file, piece)
         infos = {name: self._info(name) for name in self._pieces}
         check_tiling(infos)
         self._names = parted(list(infos), (), {}, str(path)).names
@@ -72,8 +72,8 @@ class Safetensors(Source):
         if lost is not None:
             raise CheckpointError(f"{lost} is missing", where=str(self.folder), why=f"{indices[0].name} names it")
         for name in names:
-            held = TensorFile(self.folder / name).pieces
-            without = next((n for n, file in weights.items() if file == name and n not in held), None)
+            pieces = TensorFile(self.folder / name).pieces
+            without = next((n for n, file in weights.items() if file == name and n not in pieces), None)
             if without is not None:
                 damaged(indices[0], f"{name} does not hold {str(without)[:80]}")
         return names

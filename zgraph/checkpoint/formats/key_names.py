@@ -41,17 +41,17 @@ def unwrapped_all(names: Mapping[str, str]) -> dict[str, str]:
     """Return the parameter's name without wrappers for each name in a checkpoint, where `names` gives it with them;
     DistributedDataParallel's prefix is removed if all have it. Raises `CheckpointError` if two names become the
     same."""
-    found = {name: unwrapped(of) for name, of in names.items()}
-    if found and all(n.startswith(WRAPPER) for n in found.values()):
-        found = {name: n.removeprefix(WRAPPER) for name, n in found.items()}
+    short_names = {name: unwrapped(of) for name, of in names.items()}
+    if short_names and all(n.startswith(WRAPPER) for n in short_names.values()):
+        short_names = {name: n.removeprefix(WRAPPER) for name, n in short_names.items()}
     seen: dict[str, str] = {}
-    for name, short in found.items():
+    for name, short in short_names.items():
         if short in seen:
             raise CheckpointError(
                 f"{seen[short]} and {name} are both {short}", why="without what wrappers add to names"
             )
         seen[short] = name
-    return found
+    return short_names
 
 
 def parted(
@@ -81,33 +81,33 @@ def parted(
     if not before and any(len(paths.get(n, ())) == 1 for n in chosen):
         chosen = [n for n in chosen if len(paths.get(n, ())) == 1]
     short = unwrapped_all({n: shown[n].removeprefix(before) for n in chosen})
-    found = Parts({MODEL + s: n for n, s in short.items()}, prefix)
+    parts = Parts({MODEL + s: n for n, s in short.items()}, prefix)
     wrapped = {shown[n].removeprefix(before): s for n, s in short.items()}
     for name, (owner, key) in states.items():
-        found.names[f"{OPTIMIZER}{wrapped.get(owner, owner)}.{key}"] = name
-    if len(found.names) < len(chosen) + len(states):
+        parts.names[f"{OPTIMIZER}{wrapped.get(owner, owner)}.{key}"] = name
+    if len(parts.names) < len(chosen) + len(states):
         raise CheckpointError("states of one parameter are there twice, by two of its names", where=where)
     left = sorted(set(rest) - set(chosen))
     if left:
         more = " …" if len(left) > 5 else ""
         logger.warning("%s: %d tensors are no model's and left out: %s%s", where, len(left), ", ".join(left[:5]), more)
-    return found
+    return parts
 
 
 def _optimizer(every: Collection[str], tensors: Collection[str], where: str) -> str | None:
     """Return the prefix of an optimizer's `state.` and `param_groups`; None without an optimizer. Raises
     `CheckpointError` for several."""
-    found = {_before(name, GROUPS) for name in every} - {None}
-    if not found:  # (a file of tensors alone has no groups)
-        found = {p for p in {_before(n, STATE) for n in tensors} if p and _is_optimizer(p, tensors)}
-    if len(found) > 1:
+    prefixes = {_before(name, GROUPS) for name in every} - {None}
+    if not prefixes:  # (a file of tensors alone has no groups)
+        prefixes = {p for p in {_before(n, STATE) for n in tensors} if p and _is_optimizer(p, tensors)}
+    if len(prefixes) > 1:
         raise CheckpointError(
-            f"the checkpoint has {len(found)} optimizers",
+            f"the checkpoint has {len(prefixes)} optimizers",
             where=where,
-            why=f"they are {', '.join(sorted(repr(str(p)) for p in found))}, and it can't be known which is meant",
+            why=f"they are {', '.join(sorted(repr(str(p)) for p in prefixes))}, and it can't be known which is meant",
             hint="save the one that the plan's optimizer goes on from",
         )
-    return next(iter(found), None)
+    return next(iter(prefixes), None)
 
 
 def _before(name: str, part: str) -> str | None:
@@ -135,9 +135,9 @@ def _model(
     possible."""
     if owners:
         some, known = min(owners), set(names.values())
-        found = {n[: -len(some)] for n in known if n == some or n.endswith("." + some)}
-        found = {p for p in found if all(p + o in known for o in owners)}
-        if not found:
+        prefixes = {n[: -len(some)] for n in known if n == some or n.endswith("." + some)}
+        prefixes = {p for p in prefixes if all(p + o in known for o in owners)}
+        if not prefixes:
             lost = next((o for o in sorted(owners) if not any(n == o or n.endswith("." + o) for n in known)), some)
             raise CheckpointError(
                 "the optimizer's states are of parameters that are not in the checkpoint",
@@ -151,12 +151,12 @@ def _model(
         groups = list(dict.fromkeys(paths.get(n, (n,))[:-1] for n in names))
         named = [g for g in groups if g and str(g[-1]) in KEYS_OF_MODELS]
         chosen = groups if len(groups) == 1 else named or [g for g in groups if not g] or groups
-        found = {unwrapped("".join(f"{p}." for p in g)) for g in chosen}
-    if len(found) > 1:
+        prefixes = {unwrapped("".join(f"{p}." for p in g)) for g in chosen}
+    if len(prefixes) > 1:
         raise CheckpointError(
-            f"the checkpoint has {len(found)} parts that could be the model",
+            f"the checkpoint has {len(prefixes)} parts that could be the model",
             where=where,
-            why=", ".join(sorted(repr(p) for p in found)[:8]),
+            why=", ".join(sorted(repr(p) for p in prefixes)[:8]),
             hint="save the model's state dict under the key 'model', once",
         )
-    return next(iter(found), "")
+    return next(iter(prefixes), "")

@@ -85,9 +85,9 @@ class PlainDcp(Source):
     def _parsed(self, data: bytes) -> tuple[dict[str, TensorInfo], list[str], dict[str, tuple[str | int, ...]]]:
         """Parse `.metadata`: return the tensors, the names of other values, and the keys that each name was saved
         under. Raises one of `MALFORMED`, and `CheckpointError`."""
-        found = unpickled(data, self._global).state
+        metadata = unpickled(data, self._global).state
         infos, values = {}, []
-        for name, entry in found["state_dict_metadata"].items():
+        for name, entry in metadata["state_dict_metadata"].items():
             if not isinstance(name, str):
                 raise ValueError("a name that is no text")
             if entry.origin.endswith(".BytesStorageMetadata"):
@@ -105,7 +105,7 @@ class PlainDcp(Source):
             filled = tuple(b for b in blocks if b.elements)  # (a rank without rows may have written an empty block)
             infos[name] = TensorInfo(dtype, shape, filled or tuple(blocks[:1]))
         self._places: dict[tuple[str, tuple[int, ...] | None], tuple[str, int, int]] = {}
-        for index, info in found["storage_data"].items():
+        for index, info in metadata["storage_data"].items():
             if info.state.get("transform_descriptors"):
                 raise CheckpointError(
                     "the checkpoint is compressed",
@@ -117,7 +117,7 @@ class PlainDcp(Source):
                 raise ValueError(f"it names a file {str(file)[:80]!r}")
             start, nbytes = naturals((info.state["offset"], info.state["length"]))
             self._places[index.state["fqn"], None if offset is None else naturals(offset)] = (file, start, nbytes)
-        planned = found.get("planner_data")
+        planned = metadata.get("planner_data")
         paths = {}
         for name, path in (planned if isinstance(planned, dict) else {}).items():
             if not isinstance(path, tuple) or not all(isinstance(p, (str, int)) for p in path):
@@ -146,15 +146,15 @@ class PlainDcp(Source):
 
     def _stored(self, name: str, block: Block) -> Stored:
         info = self.tensors[name]
-        found = self._item(self._names[name], block.offsets).value
-        if not isinstance(found, Stored) or found.dtype is not info.dtype or found.shape != block.sizes:
+        value = self._item(self._names[name], block.offsets).value
+        if not isinstance(value, Stored) or value.dtype is not info.dtype or value.shape != block.sizes:
             raise CheckpointError(
                 f"{self._names[name]} is not what {METADATA} says",
                 where=str(self.folder),
                 why=f"it should be {list(block.sizes)} of {info.dtype}",
                 hint="load another checkpoint",
             )
-        return found
+        return value
 
     def _item(self, name: str, offsets: tuple[int, ...] | None) -> TorchFile:
         if (name, offsets) not in self._places:
@@ -170,12 +170,12 @@ class PlainDcp(Source):
     def _groups(self, prefix: str | None, values: list[str]) -> list[dict[str, Any]]:
         """Return the numbers of parameter groups, if groups were saved as such (`param_groups.0.lr`). Flattened ones,
         with each number once for each parameter, are left out."""
-        found: dict[int, dict[str, Any]] = {}
+        groups: dict[int, dict[str, Any]] = {}
         for name in values if prefix is not None else ():
             words = name.removeprefix(f"{prefix}{GROUPS}.").split(".")
             if name.startswith(f"{prefix}{GROUPS}.") and len(words) == 2 and words[0].isdigit():
-                found.setdefault(int(words[0]), {})[words[1]] = self._item(name, None).value
-        return list(_groups(found))
+                groups.setdefault(int(words[0]), {})[words[1]] = self._item(name, None).value
+        return list(_groups(groups))
 
 
 def _groups(found: dict[int, dict[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -65,10 +65,10 @@ class Inert:
     origin = ""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Inert:
-        made = super().__new__(cls)
-        made.args = args
-        made.state = {}
-        return made
+        stand_in = super().__new__(cls)
+        stand_in.args = args
+        stand_in.state = {}
+        return stand_in
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         return
@@ -131,9 +131,9 @@ class Stored:
     def read(self) -> torch.Tensor:
         """Read all of it. Raises `CheckpointError`."""
         if self.in_rows:
-            made = torch.empty(self.shape, dtype=self.dtype)
-            self.read_into(made.view(-1), 0)
-            return made
+            tensor = torch.empty(self.shape, dtype=self.dtype)
+            self.read_into(tensor.view(-1), 0)
+            return tensor
         span = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)) + 1
         raw = torch.empty(span, dtype=self.dtype)
         _fill(self.path, raw, self.start)
@@ -143,9 +143,9 @@ class Stored:
         """Read `count` of its rows (of dimension 0) from row `first` on. Raises `CheckpointError`."""
         if not self.in_rows:
             return self.read()[first : first + count]
-        made = torch.empty((count, *self.shape[1:]), dtype=self.dtype)
-        self.read_into(made.view(-1), first * math.prod(self.shape[1:]))
-        return made
+        tensor = torch.empty((count, *self.shape[1:]), dtype=self.dtype)
+        self.read_into(tensor.view(-1), first * math.prod(self.shape[1:]))
+        return tensor
 
     def read_into(self, target: torch.Tensor, first: int) -> None:
         """Fill a 1-d tensor of the same dtype with its elements from the `first` on, in row-major order. Raises
@@ -226,10 +226,10 @@ class TorchFile:
         `CheckpointError`."""
         file = OpenFile(self.path)
         for name, (start, nbytes) in self._places.items():
-            found = 0
+            crc = 0
             for at in range(start, start + nbytes, CHUNK):
-                found = zlib.crc32(file.read(at, min(CHUNK, start + nbytes - at)), found)
-            if self._checksums[name] not in (0, found):
+                crc = zlib.crc32(file.read(at, min(CHUNK, start + nbytes - at)), crc)
+            if self._checksums[name] not in (0, crc):
                 damaged(self.path, f"record {name}: its checksum is not that of its bytes")
 
 
@@ -260,11 +260,11 @@ class _Unpickler(pickle._Unpickler):
         """Set the state of a stand-in; ignore that of an `OrderedDict`; refuse any other, which could change objects
         outside the pickle."""
         state = self.stack.pop()
-        made = self.stack[-1]
-        if isinstance(made, Inert):
-            made.state = state
-        elif not isinstance(made, OrderedDict):  # (whose state would be attributes)
-            raise pickle.UnpicklingError(f"a state for a {type(made).__name__}")
+        target = self.stack[-1]
+        if isinstance(target, Inert):
+            target.state = state
+        elif not isinstance(target, OrderedDict):  # (whose state would be attributes)
+            raise pickle.UnpicklingError(f"a state for a {type(target).__name__}")
 
     dispatch: ClassVar[dict[int, Callable[..., None]]] = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: load_build}
     del dispatch[pickle.BYTEARRAY8[0]]  # (it allocates as much memory as the pickle asks for)
@@ -278,8 +278,8 @@ def known_global(module: str, name: str) -> Any:
         return torch.Size
     if (module, name) in (("builtins", "set"), ("__builtin__", "set")):
         return set
-    found = getattr(torch, name, None) if module == "torch" else None
-    return found if isinstance(found, torch.dtype) else None
+    attribute = getattr(torch, name, None) if module == "torch" else None
+    return attribute if isinstance(attribute, torch.dtype) else None
 
 
 def _tensor(storage: _Storage, offset: Any, size: Any, stride: Any, dtype: torch.dtype) -> Stored:
@@ -378,6 +378,6 @@ class _Window(io.RawIOBase):
     def read(self, size: int | None = -1) -> bytes:
         left = max(0, self._nbytes - self._at)
         count = left if size is None or size < 0 else min(size, left)
-        found = self._file.read(self._start + self._at, count)
+        data = self._file.read(self._start + self._at, count)
         self._at += count
-        return found
+        return data

@@ -31,10 +31,10 @@ class TransformersForms(Source):
     def __init__(self, files: Source, model: Any, *, partial: bool) -> None:
         self.files, self.partial = files, partial
         self.kind, self.folder, self.known = files.kind, files.folder, files.known
-        there = {n.removeprefix(MODEL) for n in files.tensors}
+        file_names = {n.removeprefix(MODEL) for n in files.tensors}
         views = pretrained.views(model)
-        self._of = _named(views, there, getattr(model, "base_model_prefix", ""))
-        held = pretrained.tensors(model)
+        self._of = _named(views, file_names, getattr(model, "base_model_prefix", ""))
+        model_tensors = pretrained.tensors(model)
         parts: dict[str, list[View]] = {}
         for view in views:
             parts.setdefault(view.source, []).append(view)
@@ -50,9 +50,9 @@ class TransformersForms(Source):
                     f"{lacking[0]} is missing", where=str(self.folder), why=f"{name} is made of it and others"
                 )
             else:
-                self.tensors[MODEL + name] = self._info(name, of, tuple(held[name].shape))
+                self.tensors[MODEL + name] = self._info(name, of, tuple(model_tensors[name].shape))
         used = set(self._of.values())
-        beyond = sorted(there - used)
+        beyond = sorted(file_names - used)
         if partial:
             _tell(
                 missing,
@@ -110,12 +110,12 @@ def _named(views: Sequence[View], there: set[str], prefix: str) -> dict[str, str
     differ by."""
     own = {v.name for v in views}
     if not own & there and prefix:
-        for found in (
+        for candidate in (
             {n: n.removeprefix(prefix + ".") for n in own if n.startswith(prefix + ".")},
             {n: f"{prefix}.{n}" for n in own},
         ):
-            if set(found.values()) & there:
-                return {n: of for n, of in found.items() if of in there}
+            if set(candidate.values()) & there:
+                return {n: of for n, of in candidate.items() if of in there}
     return {n: n for n in own & there}
 
 
@@ -130,11 +130,11 @@ def _placed(view: View, shape: tuple[int, ...]) -> tuple[Block, tuple[int, ...]]
     left = [d for d, n in enumerate(view.sizes) if n > 1]
     sizes, order = [1] * len(shape), []
     for d, stride in enumerate(strides):
-        found = next((e for e in left if view.strides[e] == stride and shape[d] > 1), None)
-        if found is not None:
-            left.remove(found)
-            order.append(found)
-            sizes[d] = view.sizes[found]
+        dim = next((e for e in left if view.strides[e] == stride and shape[d] > 1), None)
+        if dim is not None:
+            left.remove(dim)
+            order.append(dim)
+            sizes[d] = view.sizes[dim]
     if rest or left or any(o + n > m for o, n, m in zip(offsets, sizes, shape, strict=True)):
         raise CheckpointError(
             f"{view.name} can't be read into {view.source}", why="transformers makes it by more than moving numbers"

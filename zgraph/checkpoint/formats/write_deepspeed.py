@@ -186,11 +186,11 @@ def _write_models(content: Content, folder: Path, layout: Layout, ranks: int) ->
         _save(_model_state(content, content.groups, whole, frozen, ranks), folder / "mp_rank_00_model_states.pt")
     if layout in (3, "universal"):
         groups = [names for _, names in _sub_groups(content, ranks)]
-        gone = torch.empty(0, dtype=content.low)
+        empty = torch.empty(0, dtype=content.low)
         for rank in range(ranks):
-            held = {n: content.source.whole(MODEL + n) if n in content.buffers else gone for n in _weights(content)}
+            tensors = {n: content.source.whole(MODEL + n) if n in content.buffers else empty for n in _weights(content)}
             parts = {n: _equal_part(content.source.whole(MODEL + n), rank, ranks) for n in content.frozen}
-            state = _model_state(content, groups, held, parts, ranks)
+            state = _model_state(content, groups, tensors, parts, ranks)
             _save(state, folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
 
 
@@ -276,8 +276,8 @@ def _first_stages(content: Content, stage: int, rank: int, ranks: int) -> dict[s
         each = -(-total // (PADDED_TO * ranks)) * PADDED_TO
         spans = list(_spans(content, names, rank * each, each))
         weights.append(_laid(content, spans, "fp32", each))
-        found: dict[str, Any] = {k: _laid(content, spans, k, each) for k in content.state_keys(names[0])}
-        states[index] = {"step": torch.tensor(content.step(names[0])), **found}
+        group_state: dict[str, Any] = {k: _laid(content, spans, k, each) for k in content.state_keys(names[0])}
+        states[index] = {"step": torch.tensor(content.step(names[0])), **group_state}
         mappings.append(OrderedDict((n, _address(high - low, at)) for n, low, high, at in spans))
         paddings.append(max(0, min(each, (rank + 1) * each - total)))
     groups = [{**numbers, "params": [i]} for i, numbers in enumerate(content.numbers)]
@@ -309,10 +309,10 @@ def _spans(content: Content, names: Sequence[str], begin: int, count: int) -> It
 
 
 def _laid(content: Content, spans: Sequence[tuple[str, int, int, int]], key: str, count: int) -> torch.Tensor:
-    made = torch.zeros(count)
+    flat = torch.zeros(count)
     for name, low, high, at in spans:
-        made[at : at + high - low] = content.value(name, key).reshape(-1)[low:high]
-    return made
+        flat[at : at + high - low] = content.value(name, key).reshape(-1)[low:high]
+    return flat
 
 
 def _sub_groups(content: Content, ranks: int) -> Iterator[tuple[int, list[str]]]:
