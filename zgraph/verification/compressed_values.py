@@ -37,8 +37,8 @@ class CompressedValues:
         elif collectives.is_start(node):
             self._groups[info(node).transfer] = collectives.group_of(node)
         elif node.target in (FROM_BLOCKS, MEAN_OF_BLOCKS):
-            for rank, found in enumerate(results):
-                self._compare(program, node, rank, found)
+            for rank, result in enumerate(results):
+                self._compare(program, node, rank, result)
 
     def _compare(self, program: Program, node: fx.Node, rank: int, found: Tensor) -> None:
         transfer, name = info(node).transfer, str(info(node).param)

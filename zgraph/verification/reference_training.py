@@ -74,8 +74,8 @@ class Ran:
         if not wanted or any(self.loss is t for t in self.outputs.values()):
             return self.tangents_from_loss(weight)
         start = torch.full_like(self.loss.detach(), weight)
-        found = torch.autograd.grad(self.loss, list(wanted.values()), start, retain_graph=True, allow_unused=True)
-        return {n: _laid_out(g, reverse) for n, g in zip(wanted, found, strict=True) if g is not None}
+        grads = torch.autograd.grad(self.loss, list(wanted.values()), start, retain_graph=True, allow_unused=True)
+        return {n: _laid_out(g, reverse) for n, g in zip(wanted, grads, strict=True) if g is not None}
 
 
 def _laid_out(grad: torch.Tensor, reverse: bool) -> torch.Tensor:
@@ -102,9 +102,9 @@ class PlainModel:
         out = self.precision.dtype("output")
         output = pytree.tree_map(lambda v: cast_to(v, out), self.module(*args, **kwargs))
         loss = loss_of(output, self.loss_fn, named(self.called, given), rest, others)
-        found = tensors_of(output)
-        same = next((t for t in found.values() if t.dim() == 0 and loss is t), None)
-        return output, Ran(found, loss if same is None else same)
+        tensors = tensors_of(output)
+        same = next((t for t in tensors.values() if t.dim() == 0 and loss is t), None)
+        return output, Ran(tensors, loss if same is None else same)
 
 
 class ReferenceTraining:
@@ -114,20 +114,20 @@ class ReferenceTraining:
         self.plan = plan.model_copy(
             update={"offload": Offload(activations="none", optimizer="none", parameters="none")}
         )
-        held = own_copy(model)
-        self.specs: dict[str, ParamSpec] = planned_layout(held, {}, self.plan)
+        reference = own_copy(model)
+        self.specs: dict[str, ParamSpec] = planned_layout(reference, {}, self.plan)
         precision = plan.resolved_precision()
-        check(held, precision, self.specs)
-        prepare(held, precision, self.specs)
-        low = in_precision(held, self.specs)
-        self.weights = {n: p.detach().clone() for n, p in held.named_parameters()}
+        check(reference, precision, self.specs)
+        prepare(reference, precision, self.specs)
+        low = in_precision(reference, self.specs)
+        self.weights = {n: p.detach().clone() for n, p in reference.named_parameters()}
         self.copies = [PlainModel(copy.deepcopy(low), plan, loss_fn) for _ in range(count)]
-        for made in self.copies:
-            copy_hooks(model, made.module)
+        for replica in self.copies:
+            copy_hooks(model, replica.module)
         self.scale = SCALE if torch.float16 in (precision.dtype("compute"), precision.dtype("parameter")) else 1.0
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._own: torch.optim.Optimizer | None = None
-        self._update = _Update(held, self.specs, self.plan, self.device) if plan.optimizer is not None else None
+        self._update = _Update(reference, self.specs, self.plan, self.device) if plan.optimizer is not None else None
 
     # -- gradients ----------------------------------------------------------------------------------------------------
     def backward(self, rank: int, ran: Ran) -> None:
@@ -146,28 +146,28 @@ class ReferenceTraining:
 
     def grads(self) -> Grads:
         """Return the mean of the copies' gradients, by parameter; None for a parameter without one."""
-        found: Grads = {}
+        means: Grads = {}
         of_copies = [dict(c.module.named_parameters()) for c in self.copies]
         for name, spec in self.specs.items():
             own = [params[name].grad for params in of_copies]
-            there = [g.to(spec.grad_dtype) for g in own if g is not None]
-            found[name] = torch.stack(there).sum(0) / len(own) if there else None
-        return found
+            present = [g.to(spec.grad_dtype) for g in own if g is not None]
+            means[name] = torch.stack(present).sum(0) / len(own) if present else None
+        return means
 
     def set_grads(self, grads: Mapping[str, torch.Tensor | None]) -> None:
         """Set the gradients of every copy."""
-        for made in self.copies:
-            for name, param in made.module.named_parameters():
-                given = grads.get(name)
-                param.grad = None if given is None else given.to(param.dtype, copy=True)
+        for replica in self.copies:
+            for name, param in replica.module.named_parameters():
+                grad = grads.get(name)
+                param.grad = None if grad is None else grad.to(param.dtype, copy=True)
 
     def clip(self, largest: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the gradients by the norm of all together; return the norm before."""
         mean = self.grads()
-        held = [nn.Parameter(torch.empty_like(g)) for g in mean.values() if g is not None]
-        for param, grad in zip(held, (g for g in mean.values() if g is not None), strict=True):
+        params = [nn.Parameter(torch.empty_like(g)) for g in mean.values() if g is not None]
+        for param, grad in zip(params, (g for g in mean.values() if g is not None), strict=True):
             param.grad = grad
-        norm = torch.nn.utils.clip_grad_norm_(held, largest, norm_type)
+        norm = torch.nn.utils.clip_grad_norm_(params, largest, norm_type)
         self.set_grads(mean)
         return norm
 
@@ -210,8 +210,8 @@ class ReferenceTraining:
 
     def _share(self) -> None:
         with torch.no_grad():
-            for made in self.copies:
-                for name, param in made.module.named_parameters():
+            for replica in self.copies:
+                for name, param in replica.module.named_parameters():
                     param.copy_(self.weights[name])
 
 
@@ -245,32 +245,32 @@ class _Update:
         self.held[InputRole.SCALARS, "scalars"] = torch.tensor(numbers, dtype=torch.float64)
         given = [self._laid_out(p.role, p.name, n.meta["val"]) for p, n in program.input_items()]
         (values,) = run_virtual(program, [given])
-        shown: dict[str, torch.Tensor] = {}
+        outputs: dict[str, torch.Tensor] = {}
         for port, value in zip(program.outputs, values, strict=True):
             if port.role is OutputRole.OUTPUT:
-                shown[port.name] = value
+                outputs[port.name] = value
             elif port.of is InputRole.PARAMETER:
                 weights[port.name] = value
             elif port.of is InputRole.STATE:
                 self.held[InputRole.STATE, port.name] = value
         for member in chosen:
-            kept = states_of(member, self.specs[member.name], self.options)
-            self.states[member.name] = {k: self.held[InputRole.STATE, f"{member.name}/{k}"] for k in kept}
+            states = states_of(member, self.specs[member.name], self.options)
+            self.states[member.name] = {k: self.held[InputRole.STATE, f"{member.name}/{k}"] for k in states}
             self.states[member.name]["step"] = self.held[InputRole.STATE, member.count]
-        return shown
+        return outputs
 
     def _begin(self, member: Member, weight: torch.Tensor) -> None:
         if member.name in self.states:
             return
         self.held[InputRole.STATE, member.count] = torch.zeros((), dtype=torch.float64)
         for key, state in states_of(member, self.specs[member.name], self.options).items():
-            made = torch.full(state.shape, state.fill, dtype=state.dtype, device=self.device)
+            tensor = torch.full(state.shape, state.fill, dtype=state.dtype, device=self.device)
             copied = key in (MASTER, EMA, AHEAD)
-            self.held[InputRole.STATE, f"{member.name}/{key}"] = made.copy_(weight) if copied else made
+            self.held[InputRole.STATE, f"{member.name}/{key}"] = tensor.copy_(weight) if copied else tensor
 
     def _laid_out(self, role: Any, name: str, like: torch.Tensor) -> torch.Tensor:
-        made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self.device)
-        return made.copy_(self.held[role, name])
+        tensor = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self.device)
+        return tensor.copy_(self.held[role, name])
 
 
 def _number(groups: Sequence[Mapping[str, Any]], at: int, path: str) -> float:

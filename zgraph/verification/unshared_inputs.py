@@ -17,15 +17,15 @@ def own_inputs(tree: Any) -> Any:
     shared = {place for place in places if place and places.count(place) > 1}
     copies: dict[int, torch.Tensor] = {}  # by the id of the tensor that is copied
     storages: dict[int, Any] = {}  # the memo of torch's deep copies
-    held: list[torch.Tensor] = []  # (keeps tensors alive, so that ids in the memo stay theirs)
+    originals: list[torch.Tensor] = []  # (keeps tensors alive, so that ids in the memo stay theirs)
 
     def own(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         if id(leaf) not in copies:
-            held.append(leaf.detach())
-            made = held[-1].__deepcopy__(storages) if address(leaf) in shared else held[-1].clone()
-            copies[id(leaf)] = made.requires_grad_(leaf.requires_grad)
+            originals.append(leaf.detach())
+            duplicate = originals[-1].__deepcopy__(storages) if address(leaf) in shared else originals[-1].clone()
+            copies[id(leaf)] = duplicate.requires_grad_(leaf.requires_grad)
         return copies[id(leaf)]
 
     return pytree.tree_map(own, tree)

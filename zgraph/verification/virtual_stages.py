@@ -178,15 +178,15 @@ class VirtualPipeline:
     def _total(self, name: str, found: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
         """Return a gradient's sum over stages, in the order in which the ranks that hold the parameter add: first over
         each rank's own stages, then over ranks."""
-        held = next(h for h in self.planned.held if name in h.own)
-        group = held.tied.get(name)
+        owned = next(h for h in self.planned.held if name in h.own)
+        group = owned.tied.get(name)
         mesh = {STAGE_DIM: self.schedule.ranks}
         positions = positions_of(group, mesh) if group is not None else range(self.schedule.ranks)
         sums = []
         for position in positions:
-            mine = [found[s][name] for s in self.schedule.stages_of(position) if name in found[s]]
-            if mine:
-                sums.append(_sum(mine))
+            grads = [found[s][name] for s in self.schedule.stages_of(position) if name in found[s]]
+            if grads:
+                sums.append(_sum(grads))
         return _sum(sums)
 
     def _whole(self, name: str, grads: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
@@ -248,9 +248,9 @@ class _Worker:
         given = []
         for rank, run in enumerate(runs):
             sums = {(InputRole.ACCUMULATOR, n): g for n, g in self.gradients[rank].items()}
-            held = {(InputRole.BUFFER, n): b for n, b in self.buffers[rank].items()}
-            there = batch[rank] | self._kept[rank] | held | sums
-            given.append([whole.input_of(port, node, rank, run, part, there) for port, node in part.input_items()])
+            buffers = {(InputRole.BUFFER, n): b for n, b in self.buffers[rank].items()}
+            extra = batch[rank] | self._kept[rank] | buffers | sums
+            given.append([whole.input_of(port, node, rank, run, part, extra) for port, node in part.input_items()])
         values = run_virtual(part, given, states, whole.watch)
         self.pipeline.made(self.stage, number, part, values)
         sent: dict[str, Row] = {}
@@ -295,7 +295,7 @@ class _Captured:
         self._buffers = [_own_buffers(pipeline.step) for _ in range(pipeline.width)]
         # (gradients are multiplied by the loss scale here if they are in the finished programs)
         finished = (step.history().program for step in pipeline.planned.steps)
-        self._scale = SCALE if any(p.role is InputRole.SCALE for made in finished for p in made.inputs) else 1.0
+        self._scale = SCALE if any(p.role is InputRole.SCALE for program in finished for p in program.inputs) else 1.0
         parts = [split(program) for program in pipeline.stages.programs]
         for number in range(len(pipeline.step.calls)):
             self._run(number, parts)

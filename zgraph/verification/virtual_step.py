@@ -205,10 +205,10 @@ class VirtualStep:
             for rank, run in enumerate(self.ranks)
         ]
         values = run_virtual(program, given, self.random_states(), self.watch)
-        found = [named(program, run, row) for run, row in zip(self.ranks, values, strict=True)]
+        results = [named(program, run, row) for run, row in zip(self.ranks, values, strict=True)]
         if Fact.REDUCED not in program.facts:
-            self._reduce(found, variant, program.facts)
-        return found
+            self._reduce(results, variant, program.facts)
+        return results
 
     def of_parts(self, parts: Parts) -> Results:
         """Run a split program, its forward and then its backward, and return its results."""
@@ -222,16 +222,16 @@ class VirtualStep:
             return run_virtual(part, given, states, self.watch)
 
         states = self.random_states()
-        found: Results = [{} for _ in self.ranks]
+        results: Results = [{} for _ in self.ranks]
         for part in (*parts.ahead, parts.forward, parts.backward):
             if part is None:
                 continue
             for rank, values in enumerate(run(part, None if part in parts.ahead else states)):
-                found[rank] |= named(part, self.ranks[rank], values)
+                results[rank] |= named(part, self.ranks[rank], values)
                 extras[rank] |= {
                     (HANDED[p.role], p.name): v for p, v in zip(part.outputs, values, strict=True) if p.role in HANDED
                 }
-        return found
+        return results
 
     def random_states(self, micro_batch: int = 0) -> list[torch.Tensor]:
         """Return each rank's random state before this micro-batch."""
@@ -290,12 +290,12 @@ class VirtualStep:
         spec = self.specs[name]
         scale = torch.tensor(SCALE) if scaled else None
         if variant.accumulated:
-            held = [self._mine(name, r.waiting(name, spec), rank) for rank, r in enumerate(self.ranks)]
-            held = held if scale is None else [h * scale for h in held]
-            grads = [h + g.to(spec.grad_dtype) for h, g in zip(held, grads, strict=True)]
-        made = mean_of(grads, self.sizes, spec) if variant.reduce else list(grads)
-        made = [g.to(spec.grad_dtype) for g in made]
-        return made if scale is None else [g / scale for g in made]
+            earlier_grads = [self._mine(name, r.waiting(name, spec), rank) for rank, r in enumerate(self.ranks)]
+            earlier_grads = earlier_grads if scale is None else [h * scale for h in earlier_grads]
+            grads = [h + g.to(spec.grad_dtype) for h, g in zip(earlier_grads, grads, strict=True)]
+        means = mean_of(grads, self.sizes, spec) if variant.reduce else list(grads)
+        means = [g.to(spec.grad_dtype) for g in means]
+        return means if scale is None else [g / scale for g in means]
 
     def gradient(self, name: str, rank: int) -> torch.Tensor:
         """Return a rank's part of the plain model's gradient, zeros if there is none."""
@@ -401,10 +401,10 @@ class PlainRun:
 
         def capture(*flat: Any) -> Sequence[Any]:
             # (Gradients stay enabled: a hook that forward registers needs a value that requires one.)
-            made = [cast_to(v, out) for v in entry.trace.flat.graph_module(*flat)]
+            outputs = [cast_to(v, out) for v in entry.trace.flat.graph_module(*flat)]
             # Each output is a leaf, so that a tangent is the loss's derivative by this output and no other.
             values.extend(
-                v.detach().requires_grad_() if i in entry.trace.differentiable else v for i, v in enumerate(made)
+                v.detach().requires_grad_() if i in entry.trace.differentiable else v for i, v in enumerate(outputs)
             )
             return values
 
@@ -450,10 +450,10 @@ class PlainRun:
         self.loss = loss.detach()
         share = torch.as_tensor(weight, dtype=loss.dtype, device=loss.device)
         loss.backward(share.reshape(loss.shape))
-        found = torch.autograd.grad(
+        tangents = torch.autograd.grad(
             flat_loss, list(outputs.values()), share.reshape(flat_loss.shape), allow_unused=True
         )
-        self.tangents = {i: g for i, g in zip(outputs, found, strict=True) if g is not None}
+        self.tangents = {i: g for i, g in zip(outputs, tangents, strict=True) if g is not None}
         self.grads = {n: p.grad for n, p in plain.named_parameters()}
 
     @cached_property
@@ -461,29 +461,31 @@ class PlainRun:
         """The same run in double precision, to measure the rounding error of the plain model's own numbers. There are
         several runs if parts are in double precision already, since these are changed at random. Empty if the model
         does not run in it, or gives another loss (it draws other random numbers, or takes another branch)."""
-        found = []
+        runs = []
         for seed in range(SHAKEN):
             run = self._precise(seed)
             if run is None or not torch.allclose(
                 run.loss.double(), self.loss.double(), rtol=_SAME_LOSS, atol=_SAME_LOSS
             ):
                 return []
-            found.append(run)
+            runs.append(run)
             if not run.shaken:
                 break
-        return found
+        return runs
 
     def pair(self, what: str, name: str) -> tuple[Any, Any]:
         """Return a number of the plain model, and the same in double precision (of several runs the farthest); None for
         one that does not exist."""
-        mine = {"output": self.plain, "buffer": self.buffers, "gradient": self.grads}[what].get(name)  # type: ignore[attr-defined]
+        plain_value = {"output": self.plain, "buffer": self.buffers, "gradient": self.grads}[what].get(name)  # type: ignore[attr-defined]
         runs = (
             {"output": run.outputs, "buffer": run.buffers, "gradient": run.grads}[what].get(name) for run in self.exact
         )
-        found = [value for value in runs if value is not None]
-        if mine is None or any(value.shape != mine.shape for value in found):
-            return mine, None
-        return mine, max(found, key=lambda value: float((mine.detach().double() - value).norm()), default=None)
+        exact_values = [value for value in runs if value is not None]
+        if plain_value is None or any(value.shape != plain_value.shape for value in exact_values):
+            return plain_value, None
+        return plain_value, max(
+            exact_values, key=lambda value: float((plain_value.detach().double() - value).norm()), default=None
+        )
 
     def output_name(self, index: int) -> str:
         """Return the name of a flat output: by its position in the model's output if it has one."""
@@ -550,17 +552,17 @@ def _shake(tensors: Sequence[torch.Tensor], seed: int) -> bool:
 def named(program: Program, run: PlainRun, values: Sequence[Any]) -> dict[tuple[str, str], torch.Tensor]:
     """Return a program's results by what they are and their names, in the call of `run`, without those that are only
     inputs of another part."""
-    found: dict[tuple[str, str], torch.Tensor] = {}
+    results: dict[tuple[str, str], torch.Tensor] = {}
     for port, value in zip(program.outputs, values, strict=True):
         if port.role is OutputRole.OUTPUT and port.index is not None:
-            found["output", run.output_name(port.index)] = value
+            results["output", run.output_name(port.index)] = value
         elif port.role is OutputRole.MUTATION:
-            found["buffer" if port.of is InputRole.BUFFER else "changed input", port.name] = value
+            results["buffer" if port.of is InputRole.BUFFER else "changed input", port.name] = value
         elif port.role is OutputRole.UNSHARDED:
-            found["kept weight", port.name] = value
+            results["kept weight", port.name] = value
         elif port.role is OutputRole.GRADIENT:
-            found["gradient" if port.of is InputRole.PARAMETER else "gradient of input", port.name] = value
-    return found
+            results["gradient" if port.of is InputRole.PARAMETER else "gradient of input", port.name] = value
+    return results
 
 
 @dataclass(frozen=True)
@@ -596,9 +598,9 @@ def _in_turn(
         with torch.no_grad():
             for name, value in buffers.items():
                 plain.get_buffer(name).copy_(value)
-        made = PlainRun(model, plain, entry, batch, loss_fn, 1.0 / len(batches))
-        buffers = made.buffers
-        yield made
+        run = PlainRun(model, plain, entry, batch, loss_fn, 1.0 / len(batches))
+        buffers = run.buffers
+        yield run
 
 
 def _device(model: nn.Module) -> torch.device:
@@ -669,11 +671,11 @@ def _laid_out(value: torch.Tensor, node: fx.Node) -> torch.Tensor:
 
 def data_rank(sizes: Mapping[str, int], rank: int) -> int:
     """Return which part of the global batch a rank is given: the same for ranks that divide weights."""
-    where, found = coordinates(dict(sizes), rank), 0
+    where, index = coordinates(dict(sizes), rank), 0
     for dim, size in sizes.items():
         if dim in DATA_DIMS:
-            found = found * size + where[dim]
-    return found
+            index = index * size + where[dim]
+    return index
 
 
 def part_of(whole: torch.Tensor, spec: ParamSpec, rank: int, sizes: dict[str, int]) -> torch.Tensor:

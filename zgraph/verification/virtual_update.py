@@ -36,30 +36,30 @@ class VirtualUpdate:
         self.records = passed(lambda: update_history(*plain, verified=False))
         self._held = [self._first(rank) for rank in range(len(step.ranks))]
         roles = {shown: role for role, shown in _SHOWN.items()}
-        for held, made in zip(self._held, self.of_program(self.records[0].program), strict=True):
-            held |= {(roles[what], name): value for (what, name), value in made.items() if what in roles}
+        for inputs, results in zip(self._held, self.of_program(self.records[0].program), strict=True):
+            inputs |= {(roles[what], name): value for (what, name), value in results.items() if what in roles}
 
     def of_program(self, program: Program) -> Results:
         """Return the parameters, states and outputs after an update, whether the program returns them or writes them in
         place."""
         given = [
-            [held[p.role, p.name].clone(memory_format=torch.preserve_format) for p in program.inputs]
-            for held in self._held
+            [inputs[p.role, p.name].clone(memory_format=torch.preserve_format) for p in program.inputs]
+            for inputs in self._held
         ]
-        found: Results = []
+        results: Results = []
         for inputs, values in zip(given, run_virtual(program, given), strict=True):
-            mine = {
+            rank_results = {
                 (_SHOWN[p.role], p.name): value  # type: ignore[index]
                 for p, value in zip(program.inputs, inputs, strict=True)
                 if p.role in _SHOWN
             }
             for port, value in zip(program.outputs, values, strict=True):
                 if port.role is OutputRole.OUTPUT:
-                    mine["output", port.name] = value
+                    rank_results["output", port.name] = value
                 elif port.role is OutputRole.MUTATION and port.of in _SHOWN:
-                    mine[_SHOWN[port.of], port.name] = value  # type: ignore[index]
-            found.append(mine)
-        return found
+                    rank_results[_SHOWN[port.of], port.name] = value  # type: ignore[index]
+            results.append(rank_results)
+        return results
 
     def differences(self, found: Results, bound: float | None = None) -> list[Difference]:
         """Return how far each result is from that of the update before any pass. `bound`: see
@@ -77,33 +77,33 @@ class VirtualUpdate:
     def _first(self, rank: int) -> dict[tuple[Any, str], torch.Tensor]:
         """Return the inputs of a rank's first update."""
         step, options = self.step, self.options
-        held: dict[tuple[Any, str], torch.Tensor] = {}
+        inputs: dict[tuple[Any, str], torch.Tensor] = {}
         for member in self.members:
             spec = step.specs[member.name]
             param = shard_of(step.params[member.name], spec, rank, step.sizes)
-            held[InputRole.PARAMETER, member.name] = param
-            held[InputRole.GRADIENT, member.name] = step.gradient(member.name, rank)
-            held[InputRole.STATE, member.count] = torch.zeros((), dtype=torch.float64)
+            inputs[InputRole.PARAMETER, member.name] = param
+            inputs[InputRole.GRADIENT, member.name] = step.gradient(member.name, rank)
+            inputs[InputRole.STATE, member.count] = torch.zeros((), dtype=torch.float64)
             for key, state in states_of(member, spec, options).items():
-                made = torch.full(state.shape, state.fill, dtype=state.dtype)
-                held[InputRole.STATE, f"{member.name}/{key}"] = (
-                    made.copy_(param) if key in (MASTER, EMA, AHEAD) else made
+                tensor = torch.full(state.shape, state.fill, dtype=state.dtype)
+                inputs[InputRole.STATE, f"{member.name}/{key}"] = (
+                    tensor.copy_(param) if key in (MASTER, EMA, AHEAD) else tensor
                 )
         for key, first in (scaler.initial(options.loss_scale) if options.loss_scale else {}).items():
-            held[InputRole.STATE, f"/{key}"] = first
-        held[InputRole.STATE, f"/{NONFINITE}"] = torch.tensor(0)
-        held[InputRole.SCALARS, "scalars"] = torch.tensor(self._numbers(), dtype=torch.float64)
+            inputs[InputRole.STATE, f"/{key}"] = first
+        inputs[InputRole.STATE, f"/{NONFINITE}"] = torch.tensor(0)
+        inputs[InputRole.SCALARS, "scalars"] = torch.tensor(self._numbers(), dtype=torch.float64)
         for dim, at in coordinates(step.sizes, rank).items():
-            held[InputRole.RANK_INDEX, dim] = torch.tensor(at)
-        return held
+            inputs[InputRole.RANK_INDEX, dim] = torch.tensor(at)
+        return inputs
 
     def _numbers(self) -> list[float]:
         """Return the scalars of the update: the plan's learning rates and other options, and 1.0 for factors on
         gradients and the loss."""
         records = {m.group: m.record for m in self.members}
-        found = []
+        numbers = []
         for group, path in scalar_names(self.members, self.options):
             key, _, at = path.partition(".")
             value: Any = 1.0 if group < 0 else getattr(records[group], key)
-            found.append(float(value[int(at)] if at else value))
-        return found
+            numbers.append(float(value[int(at)] if at else value))
+        return numbers
