@@ -159,14 +159,14 @@ def _target(node: fx.Node) -> str:
 
 def _size(node: fx.Node, program: Program, shared: int | None) -> Bytes:
     spec = program.params.get(str(info(node).param))
-    made = list(tensors(node))
-    if shared is None or spec is None or spec.shard_dim is None or len(made) != 1 or not made[0].dim():
+    outputs = list(tensors(node))
+    if shared is None or spec is None or spec.shard_dim is None or len(outputs) != 1 or not outputs[0].dim():
         return Bytes(size_of(node))
-    found = made[0].shape[0]
-    if found == spec.rows:
-        return Bytes(0, ((spec.shape[0], False, size_of(node) // found),))
-    if found == spec.rows * shared:
-        return Bytes(0, ((spec.shape[0], True, size_of(node) // found),))
+    rows = outputs[0].shape[0]
+    if rows == spec.rows:
+        return Bytes(0, ((spec.shape[0], False, size_of(node) // rows),))
+    if rows == spec.rows * shared:
+        return Bytes(0, ((spec.shape[0], True, size_of(node) // rows),))
     return Bytes(size_of(node))
 
 

@@ -184,21 +184,21 @@ class _Forecaster:
             for one, other in zip(samples[0], sample, strict=True):
                 _same(one, other, points[0], point)
         self.polynomials = Polynomials(points)
-        found = self._forecast([[s[i] for s in samples] for i in range(len(self.meshes))])
-        self._check(found, samples, points, Point(third, sequences[-1]))
-        return found
+        forecast = self._forecast([[s[i] for s in samples] for i in range(len(self.meshes))])
+        self._check(forecast, samples, points, Point(third, sequences[-1]))
+        return forecast
 
     def _sequences(self, batch: int) -> list[int | None]:
         """Return the lengths to sample at, the last one to check at; [None] for a model without a sequence."""
         if self.inputs.sequence is not None:
-            found: list[int | None] = [*lengths(self.inputs.sequence)]
-            point = Point(batch, found[1])
+            sequences: list[int | None] = [*lengths(self.inputs.sequence)]
+            point = Point(batch, sequences[1])
             try:
                 self._first[point] = self._captured(point)
             except CaptureError as error:
                 logger.info("the model has no sequence: it can't be captured with another (%s)", error.what)
             else:
-                return found
+                return sequences
         return [None]
 
     def _captured(self, point: Point) -> Program:
@@ -217,17 +217,17 @@ class _Forecaster:
         names = [p.name for p in passes]
         shard, end = names.index("shard_parameters"), names.index("overlap")
         start = PassManager(passes[:shard], verify=False, snapshots=False).run(captured).program
-        found = []
+        counts = []
         for mesh in self.meshes:
             program = self._on(start, mesh.world)
             PassManager(passes[shard:end], verify=False, snapshots=False).run(program)
             shared = program.mesh["dp"] if mesh.shards else None
-            found.append(count(program, self.costs, shared))
+            counts.append(count(program, self.costs, shared))
             if mesh == self.mesh:
                 gradients = (p for p in program.outputs if p.role is OutputRole.GRADIENT)
                 self.trained = [p.name for p in gradients if p.of is InputRole.PARAMETER]
-        logger.debug("%s: %d operators", point, len(found[0].operators))
-        return found
+        logger.debug("%s: %d operators", point, len(counts[0].operators))
+        return counts
 
     def _check(self, found: SymbolicForecast, samples: list[list[Counts]], points: list[Point], point: Point) -> None:
         """Raise `SymbolicError` unless the formulas hold at a point that they were not fitted to, and on other
@@ -251,14 +251,14 @@ class _Forecaster:
         program = self._on(program, world)
         history, _ = run_passes(program, BuildContext(self.plan, self.costs), training=program.name == "train")
         busy = simulate(history.program, self.costs).busy
-        mine = found.at(world=world, batch=point.batch, sequence=point.sequence)
+        predicted = found.at(world=world, batch=point.batch, sequence=point.sequence)
         real = {"compute": busy.pop("compute", 0.0), "communication": sum(busy.values())}
         for what, seconds in real.items():
-            if not math.isclose(getattr(mine, what), seconds, rel_tol=AGREE, abs_tol=1e-15):
+            if not math.isclose(getattr(predicted, what), seconds, rel_tol=AGREE, abs_tol=1e-15):
                 raise SymbolicError(
                     f"{what} is no formula of the sizes",
                     where=f"{point}, on {world} rank(s)",
-                    why=f"the program's takes {seconds} seconds, the formula's {getattr(mine, what)}",
+                    why=f"the program's takes {seconds} seconds, the formula's {getattr(predicted, what)}",
                     hint="a pass of the plan's own that decides by sizes? forecast one size at a time",
                 )
 
@@ -325,11 +325,11 @@ class _Forecaster:
         import sympy
 
         hardware = self.costs.hardware
-        found: dict[str, sympy.Expr] = {}
-        for each in transfers:
-            name = each.dim if each.dim in hardware.links else "*"
-            found[name] = found.get(name, sympy.Integer(0)) + each.seconds(hardware)
-        return found
+        seconds: dict[str, sympy.Expr] = {}
+        for transfer in transfers:
+            name = transfer.dim if transfer.dim in hardware.links else "*"
+            seconds[name] = seconds.get(name, sympy.Integer(0)) + transfer.seconds(hardware)
+        return seconds
 
     def _kinds(self, mesh: _Mesh, samples: list[Counts]) -> tuple[Kind, ...]:
         import sympy
@@ -342,27 +342,27 @@ class _Forecaster:
             fixed = self.polynomials.through(_fixed(o) for o in seen)
             grouped[one.target, flops, fixed, one.moved.rows, one.rate, one.padding] += 1
         known = symbols()
-        found = []
+        kinds = []
         for (target, flops, fixed, rows, rate, padding), number in grouped.items():
             # (n rows are padded only if the ranks do not divide n)
-            there = 1 if padding is None else sympy.ceiling(padding / ranks) - sympy.floor(padding / ranks)
+            factor = 1 if padding is None else sympy.ceiling(padding / ranks) - sympy.floor(padding / ranks)
 
             def formula(c: tuple[Fraction, ...]) -> Any:
                 return self.polynomials.formula(c, known["batch"], known["sequence"])
 
             moved = Bytes(0, rows).formula(ranks, formula(fixed))
-            found.append(Kind(target, sympy.sympify(number * there), formula(flops), moved, rate))
-        return tuple(found)
+            kinds.append(Kind(target, sympy.sympify(number * factor), formula(flops), moved, rate))
+        return tuple(kinds)
 
     def _transfers(self, mesh: _Mesh, runs: Sequence[Run]) -> tuple[Transfers, ...]:
         ranks = mesh.ranks("dp", self.plan)
-        found = []
+        transfers = []
         for dim, kind in dict.fromkeys((r.dim, r.kind) for r in runs):
-            mine = [r for r in runs if (r.dim, r.kind) == (dim, kind)]
-            whole = Bytes.sum(s for r in mine for s in r.sizes)
-            number = self._buckets(mesh, dim, kind, mine)
-            found.append(Transfers(dim, kind, mesh.ranks(dim, self.plan), number, whole.formula(ranks)))
-        return tuple(found)
+            kind_runs = [r for r in runs if (r.dim, r.kind) == (dim, kind)]
+            whole = Bytes.sum(s for r in kind_runs for s in r.sizes)
+            number = self._buckets(mesh, dim, kind, kind_runs)
+            transfers.append(Transfers(dim, kind, mesh.ranks(dim, self.plan), number, whole.formula(ranks)))
+        return tuple(transfers)
 
     def _buckets(self, mesh: _Mesh, dim: str, kind: str, runs: list[Run]) -> sympy.Expr:
         """Return the number of buckets that runs are cut into: a constant, or a function of the world that sympy calls
@@ -392,8 +392,8 @@ class _Forecaster:
             "is_integer": True,
             "is_positive": True,
         }
-        made: sympy.Expr = type(name, (sympy.Function,), body)(symbols()["world"])
-        return made
+        function: sympy.Expr = type(name, (sympy.Function,), body)(symbols()["world"])
+        return function
 
     def _memory(self) -> dict[str, sympy.Expr]:
         """Return the bytes of parameters, gradients and states on a rank, padding of shards included."""
@@ -404,7 +404,7 @@ class _Forecaster:
         def of(shape: tuple[int, ...], itemsize: int, spec: ParamSpec) -> Bytes:
             return Bytes.of_shard(shape, itemsize, spec if shared else replace(spec, shard_dim=None))
 
-        held = {
+        sizes = {
             "parameters": [of(s.shard_shape, s.dtype.itemsize, s) for s in specs.values()],
             "gradients": [of(specs[n].shard_shape, specs[n].grad_dtype.itemsize, specs[n]) for n in self.trained],
             "states": [],
@@ -416,8 +416,8 @@ class _Forecaster:
                 spec = specs[member.name]
                 if spec.requires_grad:
                     states = states_of(member, spec, options).values()
-                    held["states"] += [of(tuple(s.shape), s.dtype.itemsize, spec) for s in states]
-        return {name: Bytes.sum(parts).formula(ranks) for name, parts in held.items()}
+                    sizes["states"] += [of(tuple(s.shape), s.dtype.itemsize, spec) for s in states]
+        return {name: Bytes.sum(parts).formula(ranks) for name, parts in sizes.items()}
 
 
 def _flops(operator: Operator) -> int:
@@ -468,9 +468,9 @@ def _equal_kinds(many: Sequence[Kind], fewest: Sequence[Kind], least: dict[Any, 
     """Return whether the kinds of many ranks, at the fewest ranks' world `least`, are the kinds of the fewest ranks."""
 
     def table(kinds: Sequence[Kind], values: dict[Any, int]) -> Counter[Any]:
-        found: Counter[Any] = Counter()
+        counts: Counter[Any] = Counter()
         for k in kinds:
-            found[k.flops, k.bytes.subs(values), k.rate] += int(k.count.subs(values))
-        return +found
+            counts[k.flops, k.bytes.subs(values), k.rate] += int(k.count.subs(values))
+        return +counts
 
     return table(many, least) == table(fewest, {})

@@ -121,18 +121,18 @@ def planned_stages(
     parted = partition(joint, plan, ranks, costs, model)
     stages = cut(joint, parted)
     holders = parted.holders(stages)
-    held = tuple(held_at(position, holders, ranks) for position in range(ranks))
-    residents = tuple(resident_of(model, layout, plan, sizes, device, costs, held=h) for h in held)
+    owned = tuple(held_at(position, holders, ranks) for position in range(ranks))
+    residents = tuple(resident_of(model, layout, plan, sizes, device, costs, held=h) for h in owned)
     steps: list[StepProgram] = []
-    made = PlannedStages(
-        model, plan, world, sizes, device, costs, layout, joint, parted, stages, held, residents, steps
+    planned = PlannedStages(
+        model, plan, world, sizes, device, costs, layout, joint, parted, stages, owned, residents, steps
     )
     contexts = [BuildContext(plan, costs, resident, pass_filter) for resident in residents]
-    budgets = _Budgets(made, contexts)
+    budgets = _Budgets(planned, contexts)
     for stage, program in enumerate(stages.programs):
         decide = functools.partial(budgets.decision, stage) if plan.memory_budget is not None else None
         steps.append(StepProgram(program, contexts[parted.schedule.rank_of[stage]], decide))
-    return made
+    return planned
 
 
 class _Budgets:
@@ -145,18 +145,18 @@ class _Budgets:
 
     @functools.cached_property
     def ranks(self) -> list[RankBudget]:
-        made = self.made
-        found = [
+        planned = self.made
+        budgets = [
             RankBudget(
-                made.memory(rank),
-                {s: made.stages.programs[s] for s in made.partition.schedule.stages_of(rank)},
+                planned.memory(rank),
+                {s: planned.stages.programs[s] for s in planned.partition.schedule.stages_of(rank)},
                 self.contexts[rank],
-                made.once,
+                planned.once,
             )
-            for rank in range(made.partition.schedule.ranks)
+            for rank in range(planned.partition.schedule.ranks)
         ]
-        refuse(made.plan, [rank.refusal for rank in found])
-        return found
+        refuse(planned.plan, [rank.refusal for rank in budgets])
+        return budgets
 
     def decision(self, stage: int) -> SearchResult:
         return self.ranks[self.made.partition.schedule.rank_of[stage]].decision(stage)

@@ -68,16 +68,16 @@ class SizedInputs:
                 return x
             strides = x.stride()
             order = sorted(range(x.dim()), key=lambda d: (-strides[d], d))
-            made = torch.empty_permuted(shape, order, dtype=x.dtype, device="meta")
-            return made.requires_grad_(x.requires_grad)
+            tensor = torch.empty_permuted(shape, order, dtype=x.dtype, device="meta")
+            return tensor.requires_grad_(x.requires_grad)
 
-        made: dict[
-            int, Any
-        ] = {}  # (a tensor that occurs twice, such as inputs that are the labels too, is one tensor at every size)
-        found: Inputs = pytree.tree_map(
-            lambda x: made[id(x)] if id(x) in made else made.setdefault(id(x), sized(x)), self._inputs
+        # (a tensor that occurs twice, such as inputs that are the labels too, is one tensor at every size)
+        sized_tensors: dict[int, Any] = {}
+        inputs: Inputs = pytree.tree_map(
+            lambda x: sized_tensors[id(x)] if id(x) in sized_tensors else sized_tensors.setdefault(id(x), sized(x)),
+            self._inputs,
         )
-        return found
+        return inputs
 
 
 def batches(given: int) -> list[int]:

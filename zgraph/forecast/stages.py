@@ -261,18 +261,18 @@ class _Forecaster:
         self.variants = dict(self._variants())
 
     def run(self) -> PipelineForecast:
-        made, schedule = self.made, self.schedule
-        sent = sent_between(made.stages.transfers, made.costs)
+        planned, schedule = self.made, self.schedule
+        sent = sent_between(planned.stages.transfers, planned.costs)
         link = {(s.source, s.target): s.seconds for s in sent}
         timeline = replay(
-            schedule, _Seconds(self.stages, self.variants), lambda a, b: link[a, b], needs_of(made.stages)
+            schedule, _Seconds(self.stages, self.variants), lambda a, b: link[a, b], needs_of(planned.stages)
         )
         apart = [s for s in sent if schedule.rank_of[s.source] != schedule.rank_of[s.target]]
         return PipelineForecast(
-            made.world,
-            made.plan,
-            made.costs,
-            made.balance,
+            planned.world,
+            planned.plan,
+            planned.costs,
+            planned.balance,
             tuple(self._stage(stage) for stage in range(schedule.stages)),
             tuple(apart),
             timeline,
@@ -319,7 +319,7 @@ class _Forecaster:
     # -- ranks --------------------------------------------------------------------------------------------------------------
     def _ranks(self, timeline: Timeline) -> tuple[RankForecast, ...]:
         updates: dict[str, Forecast | None] = {}
-        found = []
+        forecasts = []
         for rank in range(self.schedule.ranks):
             key = self._held_alike(rank)
             if key not in updates:
@@ -334,7 +334,7 @@ class _Forecaster:
                 for a in self.schedule.of(rank)
                 if a.kind in (Kind.B, Kind.I)
             )
-            found.append(
+            forecasts.append(
                 RankForecast(
                     rank,
                     self.schedule.stages_of(rank),
@@ -346,7 +346,7 @@ class _Forecaster:
                     {name: size for name, size in categories.items() if size},
                 )
             )
-        return tuple(found)
+        return tuple(forecasts)
 
     def of_rank(self, rank: int) -> dict[int, SimulatedStage]:
         """Return a rank's stages, simulated."""
@@ -355,14 +355,14 @@ class _Forecaster:
     def _held_alike(self, rank: int) -> str:
         """Return a text that is equal for ranks with equal updates: they hold equal parameters in the same order, and
         share the same ones with other ranks."""
-        held = self.made.held[rank]
+        owned = self.made.held[rank]
         optimizer = self.made.plan.optimizer
         if optimizer is not None and optimizer.groups:
             return str(rank)  # (parameter groups depend on names)
         specs = [
-            (replace(spec, name=""), held.tied.get(name), name in held.uncounted)
+            (replace(spec, name=""), owned.tied.get(name), name in owned.uncounted)
             for name, spec in self.made.layout.items()
-            if name in held.own
+            if name in owned.own
         ]
         return str(specs)
 
@@ -371,10 +371,10 @@ def sent_between(transfers: tuple[StageMessage, ...], costs: Costs) -> tuple[Sen
     """Return what each pair of stages sends for a micro-batch, one message for each value. Raises `PlanError` for
     hardware without a link for "pp"."""
     link = costs.hardware.link(STAGE_DIM)
-    found: dict[tuple[int, int], list[int]] = {}
+    sizes_by_pair: dict[tuple[int, int], list[int]] = {}
     for transfer in transfers:
-        found.setdefault((transfer.source, transfer.target), []).append(transfer.nbytes)
+        sizes_by_pair.setdefault((transfer.source, transfer.target), []).append(transfer.nbytes)
     return tuple(
         Sent(a, b, b < a, len(sizes), sum(sizes), len(sizes) * link.latency + sum(sizes) / link.bandwidth)
-        for (a, b), sizes in sorted(found.items())
+        for (a, b), sizes in sorted(sizes_by_pair.items())
     )
