@@ -20,14 +20,14 @@ def stash_bytes(schedule: Schedule, saved: Sequence[int], kept_for_weights: floa
     `saved` is what each stage saves for one micro-batch, in bytes: kept from its forward to the end of its backward. If
     the backward is split into I and W, the share `kept_for_weights` of it, from 0 to 1, is kept between them.
     """
-    kept = [math.ceil(whole * kept_for_weights) for whole in saved]
+    remaining_bytes = [math.ceil(whole * kept_for_weights) for whole in saved]
 
     def most(rank: int) -> int:
-        held = found = 0
+        stash = peak = 0
         for action in schedule.of(rank):
-            whole, part = saved[action.stage], kept[action.stage]
-            held += {Kind.F: whole, Kind.B: -whole, Kind.I: part - whole, Kind.W: -part}[action.kind]
-            found = max(found, held)
-        return found
+            whole, part = saved[action.stage], remaining_bytes[action.stage]
+            stash += {Kind.F: whole, Kind.B: -whole, Kind.I: part - whole, Kind.W: -part}[action.kind]
+            peak = max(peak, stash)
+        return peak
 
     return tuple(most(rank) for rank in range(schedule.ranks))

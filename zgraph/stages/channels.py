@@ -70,19 +70,19 @@ def make_line(mesh: DeviceMesh, parts: Collection[str]) -> PipelineRanks:
     names = list(mesh.mesh_dim_names or ())
     at = names.index(STAGE_DIM)
     lines = mesh.mesh.movedim(at, -1).reshape(-1, mesh.size(at)).tolist()
-    mine = next(line for line in lines if dist.get_rank() in line)
+    own_line = next(line for line in lines if dist.get_rank() in line)
     timeout = process_groups.world_timeout()
-    down = [dist.new_group(line, timeout=timeout) for line in lines][lines.index(mine)]
-    found: dict[str, Any] = {}
+    down = [dist.new_group(line, timeout=timeout) for line in lines][lines.index(own_line)]
+    groups: dict[str, Any] = {}
     for part in sorted(parts):
         positions = positions_of(part, {STAGE_DIM: mesh.size(at)})
-        group = [dist.new_group([line[p] for p in positions], timeout=timeout) for line in lines][lines.index(mine)]
-        if mine.index(dist.get_rank()) in positions:
-            found[part] = group
+        group = [dist.new_group([line[p] for p in positions], timeout=timeout) for line in lines][lines.index(own_line)]
+        if own_line.index(dist.get_rank()) in positions:
+            groups[part] = group
     up = mesh.get_group(STAGE_DIM)
     if up is dist.group.WORLD:
-        up = dist.new_group(mine, timeout=timeout)
-    return PipelineRanks(tuple(mine), mine.index(dist.get_rank()), up, down, found)
+        up = dist.new_group(own_line, timeout=timeout)
+    return PipelineRanks(tuple(own_line), own_line.index(dist.get_rank()), up, down, groups)
 
 
 @dataclass(frozen=True)
@@ -120,14 +120,14 @@ class Routes:
             by_source.setdefault((transfer.source, transfer.back), []).append(transfer)
         counts: dict[tuple[int, int], int] = {}
         for source in range(schedule.ranks):
-            for made, action in enumerate(schedule.of(source)):
+            for index, action in enumerate(schedule.of(source)):
                 if action.kind is Kind.W:
                     continue
                 for transfer in by_source.get((action.stage, action.kind is not Kind.F), ()):
                     target = schedule.rank_of[transfer.target]
                     number = counts[source, target] = counts.get((source, target), -1) + 1
                     read, reader = readers[transfer.target, action.micro_batch, not transfer.back]
-                    message = Message(transfer, action.micro_batch, source, target, number, made, read)
+                    message = Message(transfer, action.micro_batch, source, target, number, index, read)
                     if source == position:
                         self.outgoing.setdefault(action, []).append(message)
                     if target == position:
@@ -183,18 +183,18 @@ class Channels:
         """Wait for what an action reads from other stages, and return it by name. Raises `CollectiveError` if a rank is
         gone.
         """
-        found = {}
+        values = {}
         for message in self.routes.incoming.get(action, ()):
             name = message.transfer.name
             if message.source == message.target:
-                found[name] = self._here.pop((message.transfer.target, f"{name} {message.micro_batch}"))
+                values[name] = self._here.pop((message.transfer.target, f"{name} {message.micro_batch}"))
                 continue
             self._ask_until(message)
             work, buffer = self._asked.pop(message)
             self._wait(work, message, receiving=True)
             self._let_go(message)
-            found[name] = _shown(buffer, self.likes[message.transfer])
-        return found
+            values[name] = _shown(buffer, self.likes[message.transfer])
+        return values
 
     def _let_go(self, came: Message) -> None:
         """Release the sent buffers that the sender of `came` had read when it produced it. (Over gloo a send ends only

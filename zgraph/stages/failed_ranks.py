@@ -43,15 +43,15 @@ class FailedRank:
 
     def error(self) -> PeerError:
         """Return the error that the other ranks raise."""
-        made = PeerError(
+        error = PeerError(
             f"rank {self.rank} has failed in this step",
             where=self.where,
             why=self.said,
             hint="look at that rank's output; this rank waits for it no more, and the step has no result",
         )
-        made.rank, made.stage, made.micro_batch = self.rank, self.stage, self.micro_batch
-        made.absent = (self.rank,)
-        return made
+        error.rank, error.stage, error.micro_batch = self.rank, self.stage, self.micro_batch
+        error.absent = (self.rank,)
+        return error
 
 
 @dataclass
@@ -127,24 +127,24 @@ class FailureBoard:
     def first(self) -> FailedRank | None:
         """Return the fault of the first rank that failed; None if none has, or the store is gone with it."""
         try:
-            found = self._store.get(_FIRST) if self._store.check([_FIRST]) else None
+            text = self._store.get(_FIRST) if self._store.check([_FIRST]) else None
         except RuntimeError:
             return None
-        return FailedRank(**json.loads(found)) if found is not None else None
+        return FailedRank(**json.loads(text)) if text is not None else None
 
     def _leave(self, mine: FailedRank) -> FailedRank:
         """Write this rank's fault, unless another rank was first; then shut the groups, so that nobody waits for this
         rank. Return the first fault.
         """
-        found = self.first()
-        if found is None:
+        first_fault = self.first()
+        if first_fault is None:
             with contextlib.suppress(RuntimeError):
                 self._store.compare_set(_FIRST, "", json.dumps(asdict(mine)))
-            found = self.first() or mine
-        self.known = found
+            first_fault = self.first() or mine
+        self.known = first_fault
         for group in self.groups:
             process_groups.shut(group)
-        return found
+        return first_fault
 
 
 _watching: weakref.ref[FailureBoard] | None = None
@@ -153,10 +153,10 @@ _watching: weakref.ref[FailureBoard] | None = None
 def _report(node: Any) -> tuple[str, tuple[int, ...]] | None:
     """Return why a collective has failed, and which rank is absent, if a rank has written it."""
     board = _watching() if _watching is not None else None
-    found = board.first() if board is not None else None
-    if found is None or found.rank == dist.get_rank():
+    fault = board.first() if board is not None else None
+    if fault is None or fault.rank == dist.get_rank():
         return None
-    return f"rank {found.rank} has failed before ({found.where}): {found.said}", (found.rank,)
+    return f"rank {fault.rank} has failed before ({fault.where}): {fault.said}", (fault.rank,)
 
 
 progress.report_by(_report, first=True)

@@ -49,31 +49,31 @@ def values_of(program: Program, fused: bool, first: Collection[str] | None = Non
     if first is not None:
         later = (i for i, n in enumerate(nodes[:-1]) if i >= turn and n.op != "placeholder" and n.name not in first)
         middle = next(later, end - 1)
-    found = _lives(program, fused, turn, middle if first is not None else end, adds)
+    lifetimes = _lives(program, fused, turn, middle if first is not None else end, adds)
     spans = {Kind.F: (0, turn), Kind.B: (turn, end)}
     if first is not None:
         # (if the first part computes nothing, it has what the second begins with)
         spans |= {Kind.I: (turn, max(middle, turn + 1)), Kind.W: (middle, end)}
-    peaks = {kind: _most(found, start, stop) for kind, (start, stop) in spans.items()}
-    stays = {life.node for life in found if life.born < turn < life.gone}
+    peaks = {kind: _most(lifetimes, start, stop) for kind, (start, stop) in spans.items()}
+    stays = {life.node for life in lifetimes if life.born < turn < life.gone}
     on = sources(nodes, fused)
-    held = stays | {n for role in _ALWAYS for n in program.input_nodes(role).values()}
+    resident_nodes = stays | {n for role in _ALWAYS for n in program.input_nodes(role).values()}
     sent = ((p.name, on[n]) for p, n in program.output_items() if p.role is OutputRole.SENT and n in on)
     return Values(
         peaks,
-        sum(life.bytes for life in found if life.node in stays),
-        sum(life.bytes for life in found if life.born < middle < life.gone) if first is not None else 0,
-        frozenset(name for name, made_of in sent if held.issuperset(made_of)),
+        sum(life.bytes for life in lifetimes if life.node in stays),
+        sum(life.bytes for life in lifetimes if life.born < middle < life.gone) if first is not None else 0,
+        frozenset(name for name, made_of in sent if resident_nodes.issuperset(made_of)),
     )
 
 
 def _second_last(program: Program, first: Collection[str]) -> Program:
     """Return a copy with the backward's nodes in the order of its parts."""
-    made = program.snapshot()
-    for node in list(made.graph.nodes):
+    snapshot = program.snapshot()
+    for node in list(snapshot.graph.nodes):
         if node.op not in ("placeholder", "output") and info(node).phase is Phase.BACKWARD and node.name not in first:
-            made.output_node().prepend(node)
-    return made
+            snapshot.output_node().prepend(node)
+    return snapshot
 
 
 def _lives(program: Program, fused: bool, turn: int, middle: int, adds: bool) -> list[Life]:
@@ -88,7 +88,7 @@ def _lives(program: Program, fused: bool, turn: int, middle: int, adds: bool) ->
         for root in on.get(node, ()):
             gives.setdefault(root, set()).add(port.role)
     always = _ALWAYS | ({InputRole.ACCUMULATOR} if adds else set())
-    found = []
+    lifetimes = []
     for life in lives(program, fused):
         role, born, gone = inputs.get(life.node), life.born, life.gone
         if role in always:
@@ -96,12 +96,12 @@ def _lives(program: Program, fused: bool, turn: int, middle: int, adds: bool) ->
         if role in _COMES:
             born = 0 if role is InputRole.RECEIVED else turn - (role is InputRole.TANGENT)
             gone = len(nodes) if role is InputRole.TANGENT else max(life.read, born) + 1
-        given = gives.get(life.node, set())
-        if given:
+        given_roles = gives.get(life.node, set())
+        if given_roles:
             over = next(stop for stop in (turn, middle, len(nodes)) if born < stop)
-            gone = len(nodes) if OutputRole.GRADIENT in given else max(life.read + 1, over)
-        found.append(Life(life.node, life.category, life.bytes, born, gone, life.read))
-    return found
+            gone = len(nodes) if OutputRole.GRADIENT in given_roles else max(life.read + 1, over)
+        lifetimes.append(Life(life.node, life.category, life.bytes, born, gone, life.read))
+    return lifetimes
 
 
 def _most(found: list[Life], start: int, stop: int) -> dict[str, int]:

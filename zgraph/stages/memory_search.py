@@ -69,15 +69,15 @@ class RankBudget:
     @property
     def refusal(self) -> Refusal | None:
         """What the rank needs, if it can't hold the budget; else None."""
-        found = self._decide()
-        return found if isinstance(found, Refusal) else None
+        verdict = self._decide()
+        return verdict if isinstance(verdict, Refusal) else None
 
     def decision(self, stage: int) -> SearchResult:
         """Return the choice for a stage of this rank. Raises `PlanError` if the budget can't be held."""
-        found = self._decide()
-        if isinstance(found, Refusal):
-            raise refused(self.budget, [found])
-        return found[stage]
+        verdict = self._decide()
+        if isinstance(verdict, Refusal):
+            raise refused(self.budget, [verdict])
+        return verdict[stage]
 
     def _decide(self) -> dict[int, SearchResult] | Refusal:
         if self._decided is None:
@@ -95,15 +95,15 @@ class RankBudget:
         for share in self.residents.shares:
             for search in self.searches.values():
                 search.use_share(share)
-            found = self._within()
-            if isinstance(found, Refusal):
-                least = found if least is None or found.least < least.least else least
+            choices = self._within()
+            if isinstance(choices, Refusal):
+                least = choices if least is None or choices.least < least.least else least
                 continue
-            seconds = self.residents.at(share).step(sum(s.busy(found[n][0]) for n, s in self.searches.items()))
+            seconds = self.residents.at(share).step(sum(s.busy(choices[n][0]) for n, s in self.searches.items()))
             if best is None or seconds < best[0]:
                 chosen = {
                     stage: SearchResult(outcome.choice.replace(states=share), self.searches[stage], remark)
-                    for stage, (outcome, remark) in found.items()
+                    for stage, (outcome, remark) in choices.items()
                 }
                 best = seconds, chosen
         if best is not None:
@@ -115,8 +115,8 @@ class RankBudget:
         """Return the best choices for all stages together, at one share of offloaded states."""
         if len(self.searches) == 1:
             ((stage, search),) = self.searches.items()
-            found = search.best(self.budget)
-            return self._refusal({stage: found}) if isinstance(found, Outcome) else {stage: found}
+            choice = search.best(self.budget)
+            return self._refusal({stage: choice}) if isinstance(choice, Outcome) else {stage: choice}
         least = {stage: search.smallest() for stage, search in self.searches.items()}
         if self._peak(least) > self.budget:
             return self._refusal(least)
@@ -124,9 +124,9 @@ class RankBudget:
         low, high = 0, SHARE_STEPS
         while low < high:
             middle = (low + high + 1) // 2
-            found_there = self._part(middle, least)
-            fits = self._peak({n: outcome for n, (outcome, _) in found_there.items()}) <= self.budget
-            low, high, best = (middle, high, found_there) if fits else (low, middle - 1, best)
+            choices = self._part(middle, least)
+            fits = self._peak({n: outcome for n, (outcome, _) in choices.items()}) <= self.budget
+            low, high, best = (middle, high, choices) if fits else (low, middle - 1, best)
         for stage, search in self.searches.items():
             search.others = {n: self.searches[n].stage_of(o) for n, (o, _) in best.items() if n != stage}
             more = search.best(self.budget)
@@ -139,13 +139,13 @@ class RankBudget:
         """Return each stage's best choice with `part` / `SHARE_STEPS` of the range from its least memory to what it
         needs without recomputation; at the end of the range a stage has the whole budget.
         """
-        found: dict[int, tuple[Outcome, Remark | None]] = {}
+        choices: dict[int, tuple[Outcome, Remark | None]] = {}
         for stage, search in self.searches.items():
             smallest = least[stage].peak
             most = self.budget if part == SHARE_STEPS else min(self.budget, search.plain().peak)
             best = search.best(smallest + max(most - smallest, 0) * part // SHARE_STEPS)
-            found[stage] = (least[stage], None) if isinstance(best, Outcome) else best
-        return found
+            choices[stage] = (least[stage], None) if isinstance(best, Outcome) else best
+        return choices
 
     def _peak(self, chosen: Mapping[int, Outcome]) -> int:
         return sum(self._held(chosen)[1].values())
@@ -165,10 +165,10 @@ def refuse(plan: Plan, refusals: Iterable[Refusal | None]) -> None:
     """Raise `PlanError` if a rank can't hold the plan's budget, with the smallest budget that all ranks can hold.
     `refusals` are those of all ranks.
     """
-    found = [refusal for refusal in refusals if refusal is not None]
-    if found:
+    actual_refusals = [refusal for refusal in refusals if refusal is not None]
+    if actual_refusals:
         assert plan.memory_budget is not None
-        raise refused(plan.memory_budget, found, plan)
+        raise refused(plan.memory_budget, actual_refusals, plan)
 
 
 def refused(budget: int, refusals: Sequence[Refusal], plan: Plan | None = None) -> PlanError:
@@ -230,9 +230,9 @@ class _StageSearch(Search):
 
     def smallest(self) -> Outcome:
         """Return the choice that takes the least memory."""
-        found = self.best(0)
-        assert isinstance(found, Outcome)
-        return found
+        outcome = self.best(0)
+        assert isinstance(outcome, Outcome)
+        return outcome
 
     def plain(self) -> Outcome:
         """Return the choice without recomputation and early gathers."""

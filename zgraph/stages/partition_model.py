@@ -69,42 +69,46 @@ class DeferredPipeline(WholeModel):
 
         def attempt() -> tuple[Capture, Partition, Stages, dict[str, ParamSpec]]:
             with prepare(self.module, precision, whole), as_in_training(self.module) as trains:
-                found = self.to_cut_by(args, in_order(self, kwargs), trains)
-            found.joint.params = specs = divided_layout(found.joint, self.plan, costs, self.module)
-            parted = partition(found.joint, self.plan, self.sizes[STAGE_DIM], costs, self.module)
-            stages = cut(found.joint, parted)
+                capture = self.to_cut_by(args, in_order(self, kwargs), trains)
+            capture.joint.params = specs = divided_layout(capture.joint, self.plan, costs, self.module)
+            parted = partition(capture.joint, self.plan, self.sizes[STAGE_DIM], costs, self.module)
+            stages = cut(capture.joint, parted)
             if self.everyone.first():
-                logger.info("stages of the model:\n%s", balance(found.joint, assign(found.joint, parted.cuts), costs))
+                logger.info(
+                    "stages of the model:\n%s", balance(capture.joint, assign(capture.joint, parted.cuts), costs)
+                )
                 _tell_outputs(stages)
-            return found, parted, stages, specs
+            return capture, parted, stages, specs
 
         def refused(rank: int, said: str) -> PlanError:
             return PlanError(f"rank {rank} can't cut the model into stages", where="mesh.pp", why=said)
 
         with contextlib.ExitStack() as undo:
             undo.callback(former_storages(self.module).note_early(self.module))
-            found, parted, stages, specs = self.everyone.together("the cut into stages", attempt, refused)
+            first_capture, parted, stages, specs = self.everyone.together("the cut into stages", attempt, refused)
             undo.pop_all()
         holders = parted.holders(stages)
         divisions = {n: s.division for n, s in specs.items() if s.division is not None}
         self.everyone.vote("where the model is cut into stages, and their schedule", repr((parted, divisions)))
         position = self.mesh.get_local_rank(STAGE_DIM)
-        held = held_at(position, holders, self.sizes[STAGE_DIM])
-        every = [held_at(p, holders, self.sizes[STAGE_DIM]) for p in range(self.sizes[STAGE_DIM])]
-        line = make_line(self.mesh, {g for h in every for g in h.tied.values() if g != STAGE_DIM})
+        owned = held_at(position, holders, self.sizes[STAGE_DIM])
+        owned_by_position = [held_at(p, holders, self.sizes[STAGE_DIM]) for p in range(self.sizes[STAGE_DIM])]
+        line = make_line(self.mesh, {g for h in owned_by_position for g in h.tied.values() if g != STAGE_DIM})
         inside = self.mesh[tuple(inner)] if inner else None
         agreement = Agreement(inside)
-        tiers = opened_tiers(self.module, self.plan, specs, self.device, self.everyone, held)
+        tiers = opened_tiers(self.module, self.plan, specs, self.device, self.everyone, owned)
         costs = at_disk_rate(costs, self.everyone, tiers)
-        shards = shard(self.module, specs, inside, self.device, self.seed, tiers.of("parameters"), frozenset(held.own))
+        shards = shard(self.module, specs, inside, self.device, self.seed, tiers.of("parameters"), frozenset(owned.own))
         prepare(self.module, precision, specs)
-        context = RankContext(inner, inside, self.device, agreement, self.everyone, costs, tiers, held)
-        made = PipelineRuntime(self.module, self.forward_function, self.plan, shards, context, Cut(line, parted, self))
+        context = RankContext(inner, inside, self.device, agreement, self.everyone, costs, tiers, owned)
+        runtime = PipelineRuntime(
+            self.module, self.forward_function, self.plan, shards, context, Cut(line, parted, self)
+        )
         if not former_storages(
             self.module
         ).is_read:  # (else guards on a parameter that is read through another tensor refer to the former object)
-            made.first = found
-        return made
+            runtime.first = first_capture
+        return runtime
 
 
 @contextlib.contextmanager
@@ -167,6 +171,6 @@ def made_again(old: PipelineRuntime, module: nn.Module, shards: Shards, plan: Pl
     context = replace(old.context, costs=costs)
     origin = replace(old.origin, module=module, plan=plan)
     cut = Cut(old.line, replace(old.partition, schedule=schedule), origin, old.board)
-    made = PipelineRuntime(module, old.forward_function, plan, shards, context, cut)
-    made.buffers = copy.copy(old.buffers)
-    return made
+    runtime = PipelineRuntime(module, old.forward_function, plan, shards, context, cut)
+    runtime.buffers = copy.copy(old.buffers)
+    return runtime

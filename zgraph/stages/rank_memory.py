@@ -62,7 +62,7 @@ class RankMemory:
         self.schedule = schedule
         self.rank = rank
         self.inputs = inputs
-        places = {(s, n): at for s, made in enumerate(stages.programs) for at, n in enumerate(sent_names(made))}
+        places = {(s, n): at for s, program in enumerate(stages.programs) for at, n in enumerate(sent_names(program))}
         self.row = _moments(schedule, rank, _Post(Routes(schedule, stages.transfers, rank), places))
         # (of moments that differ in the micro-batch alone the first is enough)
         self.moments = list({replace(m, action=replace(m.action, micro_batch=0)): m for m in self.row[::-1]}.values())[
@@ -87,15 +87,15 @@ class RankMemory:
         """Return (the action, or "update", at the rank's peak; the bytes by category there). Stages that `stages` lacks
         are not counted. `states` are the bytes of the optimizer's states; `update` has those of the update's peak.
         """
-        found = []
+        candidates = []
         if update is not None:
             given = sum(self.schedule.micro_batches * s.given for s in stages.values())
             batch = self.inputs * self.schedule.micro_batches
-            found.append((UPDATE, dict(Counter(update) + Counter(inputs=batch, outputs=given))))
+            candidates.append((UPDATE, dict(Counter(update) + Counter(inputs=batch, outputs=given))))
         for moment in self.moments:
             if moment.action.stage in stages:
-                found.append((str(moment.action), self.at(moment, stages, states)))
-        return max(found, key=lambda f: sum(f[1].values()))
+                candidates.append((str(moment.action), self.at(moment, stages, states)))
+        return max(candidates, key=lambda f: sum(f[1].values()))
 
     def at(self, moment: Moment, stages: Mapping[int, SimulatedStage], states: int) -> dict[str, int]:
         """Return the bytes by category while an action runs."""
@@ -104,22 +104,22 @@ class RankMemory:
         sums = moment.sums & stages.keys()
         makes = action.kind in (Kind.B, Kind.W)
         adds = makes and action.stage in sums and not variant.accumulated
-        found = Counter(stage.memory(action.kind, variant, adds=adds))
+        program_bytes = Counter(stage.memory(action.kind, variant, adds=adds))
         if makes and not adds:
             sums -= {action.stage}  # (the program counts them)
-        here = Counter(states=states, parameters=sum(s.parameters for s in stages.values()))
-        here["inputs"] = self.inputs * self.schedule.micro_batches
-        here["gradients"] = sum(stages[s].gradients for s in sums)
-        here["gathered"] = sum(stages[s].gathered for s in moment.begun & stages.keys())
-        return dict(found + here + self.waits(moment, stages))
+        resident_bytes = Counter(states=states, parameters=sum(s.parameters for s in stages.values()))
+        resident_bytes["inputs"] = self.inputs * self.schedule.micro_batches
+        resident_bytes["gradients"] = sum(stages[s].gradients for s in sums)
+        resident_bytes["gathered"] = sum(stages[s].gathered for s in moment.begun & stages.keys())
+        return dict(program_bytes + resident_bytes + self.waits(moment, stages))
 
     def waits(self, moment: Moment, stages: Mapping[int, SimulatedStage]) -> Counter[str]:
         """Return the bytes, by category, that other micro-batches keep beside an action's program."""
-        held = sum(stages[s].saved * n for s, n in moment.saved if s in stages)
-        held += sum(stages[s].kept * n for s, n in moment.kept if s in stages)
+        in_flight = sum(stages[s].saved * n for s, n in moment.saved if s in stages)
+        in_flight += sum(stages[s].kept * n for s, n in moment.kept if s in stages)
         sent = sum(size for s, place, size in moment.sent if s in stages and place not in stages[s].lent)
         given = sum(stages[s].given * n for s, n in moment.given if s in stages)
-        return Counter({IN_FLIGHT: held, MESSAGES: sent + moment.coming, "outputs": given})
+        return Counter({IN_FLIGHT: in_flight, MESSAGES: sent + moment.coming, "outputs": given})
 
     def besides(self, stage: int, stages: Mapping[int, SimulatedStage]) -> int:
         """Return the most bytes that the rank holds, while a stage runs, beside what the stage's program and
@@ -143,29 +143,33 @@ def variant_of(moment: Moment, stage: SimulatedStage) -> Variant:
 
 def _moments(schedule: Schedule, rank: int, post: _Post) -> list[Moment]:
     """Return a rank's moments, in the order of its actions."""
-    found: list[Moment] = []
-    saved, kept, given = Counter[int](), Counter[int](), Counter[int]()
+    moments: list[Moment] = []
+    saved_counts, kept_counts, given_counts = Counter[int](), Counter[int](), Counter[int]()
     sums: set[int] = set()
     last = {duty.last for duty in stage_tasks(schedule, rank).values()}
     actions = schedule.of(rank)
     for at, action in enumerate(actions):
         kind, stage = action.kind, action.stage
         if kind in (Kind.B, Kind.I):
-            saved[stage] -= 1
+            saved_counts[stage] -= 1
         elif kind is Kind.W:
-            kept[stage] -= 1
+            kept_counts[stage] -= 1
         sent, coming = post.during(actions[at : at + AHEAD])
-        held, later, gave = (tuple(sorted(by.items())) for by in (saved, kept, given))
-        found.append(Moment(action, action in last, frozenset(sums), held, later, gave, tuple(sent), coming))
+        saved_items, kept_items, given_items = (
+            tuple(sorted(by.items())) for by in (saved_counts, kept_counts, given_counts)
+        )
+        moments.append(
+            Moment(action, action in last, frozenset(sums), saved_items, kept_items, given_items, tuple(sent), coming)
+        )
         if kind in (Kind.B, Kind.W):
             sums.add(stage)
         if kind is Kind.F:
-            saved[stage] += 1
-            given[stage] += 1
+            saved_counts[stage] += 1
+            given_counts[stage] += 1
         elif kind is Kind.I:
-            kept[stage] += 1
+            kept_counts[stage] += 1
         post.send(action)
-    return found
+    return moments
 
 
 class _Post:

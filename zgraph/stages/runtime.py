@@ -103,35 +103,35 @@ class PipelineRuntime(Runtime):
         name = self.calls.name_new(shown)
         first, self.first = self.first, None
         if first is not None and first.key == key and first.of_loss:
-            found = first
+            model_capture = first
         else:
             # (Python numbers are constants: the inputs of all micro-batches are read before the first one runs)
             sizes = replace(open_sizes, numbers=()) if open_sizes is not None and open_sizes.names else None
 
             def capture() -> Capture:
-                made = self.origin.captured(name, args, kwargs, *self.beside, open_sizes=sizes)
-                refuse_unbounded(self.plan, made.joint.sizes)
-                return made
+                new_capture = self.origin.captured(name, args, kwargs, *self.beside, open_sizes=sizes)
+                refuse_unbounded(self.plan, new_capture.joint.sizes)
+                return new_capture
 
-            found = self.everyone.together(
+            model_capture = self.everyone.together(
                 "the capture of new inputs",
                 capture,
                 lambda rank, said: CaptureError(f"rank {rank} can't capture the model", where="mesh.pp", why=said),
             )
-            found.joint.params = as_divided(found.joint.params, self.shards.specs, self.sizes)
+            model_capture.joint.params = as_divided(model_capture.joint.params, self.shards.specs, self.sizes)
         specs = with_requires_grad(self.shards.specs, self.shards.params())
-        held = self.held
-        residents = resident_of(self.module, specs, self.plan, self.sizes, self.device, self.costs, self.shares, held)
+        owned = self.held
+        residents = resident_of(self.module, specs, self.plan, self.sizes, self.device, self.costs, self.shares, owned)
         context = BuildContext(self.plan, self.costs, residents, groups=self.groups, agree=self.votes.program)
         here = RankStages(self.partition, self.line.position, self.once)
-        staged = Staged(name, shown, found, batch_rows(args, kwargs), here, context)
+        staged = Staged(name, shown, model_capture, batch_rows(args, kwargs), here, context)
         self.buffers.note(name, staged.stages.programs, self.partition.schedule.rank_of)
 
         def attempt() -> None:
             self._refuse_moved(staged)
             if self.buckets is not None:
                 at_another = lambda call: self.origin.captured(name, call[0], call[1], by_loss=False).trace  # noqa: E731
-                staged.follows = self.buckets.follows(found.trace, (args, kwargs), at_another)
+                staged.follows = self.buckets.follows(model_capture.trace, (args, kwargs), at_another)
             of = stage_tasks(self.partition.schedule, self.line.position)
             for stage, step in staged.steps.items():
                 if step.differentiated:
@@ -229,29 +229,29 @@ class PipelineRuntime(Runtime):
         updates do together.
         """
         super().agree_on_update(names, numbers)
-        found = self.updater.programs.of(tuple(names), self.updater.options).history.program
-        made = len(self.updater.programs.compiled())
+        program = self.updater.programs.of(tuple(names), self.updater.options).history.program
+        update_count = len(self.updater.programs.compiled())
         new = self.everyone.vote(
             "the optimizer's numbers",
             numbers.ballot(states=False),
             lambda: ("", replace(numbers, changed={})),
             compare_updates,
-            flag=made != self._updates_met or bool(numbers.changed),
+            flag=update_count != self._updates_met or bool(numbers.changed),
             hint=UPDATE_HINT,
         ).flag
         if new:
             self._compare_tied(numbers)
-            self._updates_met = made
+            self._updates_met = update_count
             check_collective_order(
-                self._by_position(self.everyone.gather("the stages' updates", shared_collectives(found)))
+                self._by_position(self.everyone.gather("the stages' updates", shared_collectives(program)))
             )
 
     def _compare_tied(self, numbers: Hyperparameters) -> None:
         """Raise `RankMismatchError` if the ranks that share a parameter have not all changed its optimizer state
         alike.
         """
-        held = {n: numbers.changed.get(n, "") for n in self.updater.states.members}
-        why = compare_tied(self.everyone.gather("what was changed in the optimizer", held))
+        changes = {n: numbers.changed.get(n, "") for n in self.updater.states.members}
+        why = compare_tied(self.everyone.gather("what was changed in the optimizer", changes))
         if why is not None:
             raise RankMismatchError("ranks disagree about the optimizer's numbers", why=why, hint=UPDATE_HINT)
 
@@ -363,11 +363,11 @@ class PipelineRuntime(Runtime):
                 sums[name] = sums[name].add_(value) if name in sums else value
         params = self.shards.params()
         for name, value in sums.items():
-            made = self.shards.gradient(name, value)
-            held = params[name].grad
-            if held is not None and self.counts(name):  # (the sum over earlier calls is added on one stage only)
-                made = held + made
-            params[name].grad = made
+            gradient = self.shards.gradient(name, value)
+            earlier_sum = params[name].grad
+            if earlier_sum is not None and self.counts(name):  # (the sum over earlier calls is added on one stage only)
+                gradient = earlier_sum + gradient
+            params[name].grad = gradient
         self.own_steps += 1
         self.clock.reduced = True
 

@@ -97,9 +97,9 @@ class SimulatedStage:
         if variant not in self._forward_ends:
             forward = [i for i, n in enumerate(program.nodes) if n.op != "output" and info(n).phase is Phase.FORWARD]
             self._forward_ends[variant] = max(forward, default=0)
-            found = self._joint[variant, 0.0] = simulate(program, self.costs)
+            forecast = self._joint[variant, 0.0] = simulate(program, self.costs)
             early = {n.name for n in program.nodes if n.op != "output" and info(n).ahead}
-            self._leads[variant] = max((s.start + s.seconds for s in found.spans if s.node in early), default=0.0)
+            self._leads[variant] = max((s.start + s.seconds for s in forecast.spans if s.node in early), default=0.0)
         # (leads that differ by rounding, or are longer than needed, share a forecast)
         key = (variant, min(round(lead, 9), self._leads[variant]))
         if key not in self._joint:
@@ -144,16 +144,16 @@ class SimulatedStage:
         """The bytes of a micro-batch's outputs that the stage computes; they stay until the step ends."""
         program = self.step.history().program
         on = sources(program.nodes, self.costs.fused)
-        made = {s for p, n in program.output_items() if p.role is OutputRole.OUTPUT and n in on for s in on[n]}
-        return sum(own_bytes(s) for s in made if s.op != "placeholder")
+        outputs = {s for p, n in program.output_items() if p.role is OutputRole.OUTPUT and n in on for s in on[n]}
+        return sum(own_bytes(s) for s in outputs if s.op != "placeholder")
 
     @cached_property
     def lent(self) -> frozenset[int]:
         """The values that the stage sends and also keeps itself until the backward (saved values, or its own inputs),
         as indices among all that it sends forward. (Names differ between equal stages.)
         """
-        held = self.values(self._usual).lent
-        return frozenset(place for place, name in enumerate(sent_names(self.step.captured)) if name in held)
+        lent_names = self.values(self._usual).lent
+        return frozenset(place for place, name in enumerate(sent_names(self.step.captured)) if name in lent_names)
 
     @cached_property
     def inputs(self) -> int:

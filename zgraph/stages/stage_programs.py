@@ -62,7 +62,10 @@ class Partition:
 
     def holders(self, stages: Stages) -> dict[str, tuple[int, ...]]:
         """Return for each parameter the positions along "pp" of the ranks that store it."""
-        return {name: tuple(sorted({self.schedule.rank_of[s] for s in held})) for name, held in stages.holders.items()}
+        return {
+            name: tuple(sorted({self.schedule.rank_of[s] for s in stage_numbers}))
+            for name, stage_numbers in stages.holders.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -78,11 +81,11 @@ def needs_of(stages: Stages) -> Needs:
     """Return which stages send to which."""
 
     def senders(back: bool) -> tuple[tuple[int, ...], ...]:
-        found: list[set[int]] = [set() for _ in stages.programs]
+        sources: list[set[int]] = [set() for _ in stages.programs]
         for transfer in stages.transfers:
             if transfer.back is back:
-                found[transfer.target].add(transfer.source)
-        return tuple(tuple(sorted(f)) for f in found)
+                sources[transfer.target].add(transfer.source)
+        return tuple(tuple(sorted(f)) for f in sources)
 
     return Needs(senders(False), senders(True))
 
@@ -217,8 +220,8 @@ def loss_pattern(
             loss = loss_of(trace.flat.around(lambda *_: values, module, args, kwargs))
         _refuse_own_parameters(loss, values)
         wanted = sorted(trace.differentiable)
-        found = torch.autograd.grad(loss, [values[i] for i in wanted], allow_unused=True)
-    return frozenset(i for i, g in zip(wanted, found, strict=True) if g is not None)
+        gradients = torch.autograd.grad(loss, [values[i] for i in wanted], allow_unused=True)
+    return frozenset(i for i, g in zip(wanted, gradients, strict=True) if g is not None)
 
 
 def refuse_state(
@@ -228,11 +231,11 @@ def refuse_state(
     can't follow. `again` captures it in the state after a call. Return the buffers that are kept, by flat output (see
     `Trace.buffers_kept`).
     """
-    kept = traced.buffers_kept(module, args, kwargs)
+    kept_buffers = traced.buffers_kept(module, args, kwargs)
     if micro_batches > 1 and not traced.flat.effects.is_empty:
         _refuse_changing(traced, again, module, args, kwargs)
-    _refuse_carried(traced, kept, module, args, kwargs)
-    return kept
+    _refuse_carried(traced, kept_buffers, module, args, kwargs)
+    return kept_buffers
 
 
 def _refuse_changing(first: Trace, again: Callable[[], Trace], module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -275,10 +278,12 @@ def _refuse_carried(trace: Trace, kept: Mapping[int, int], module: nn.Module, ar
     fakes = [n.meta["example_value"] if isinstance(n, fx.Node) else n for n in returned]
     before = flat.flatten(module, args, kwargs)
     shape = trace.shapes_in(before)
-    made = [torch.zeros(shape(v), dtype=v.dtype, device=v.device) if isinstance(v, torch.Tensor) else v for v in fakes]
-    elsewhere = [None if isinstance(v, torch.Tensor) else v for v in fakes]
+    outputs = [
+        torch.zeros(shape(v), dtype=v.dtype, device=v.device) if isinstance(v, torch.Tensor) else v for v in fakes
+    ]
+    outputs_elsewhere = [None if isinstance(v, torch.Tensor) else v for v in fakes]
     for at, buffer in kept.items():
-        made[at] = elsewhere[at] = before[buffer]
+        outputs[at] = outputs_elsewhere[at] = before[buffer]
 
     def replayed(values: list[Any]) -> tuple[str | None, str | None]:
         """Return, for the model after a call with these outputs: (the state that differs from the capture, else None;
@@ -294,13 +299,13 @@ def _refuse_carried(trace: Trace, kept: Mapping[int, int], module: nn.Module, ar
             moved = (i for i in range(tensors) if before[i] is not after[i] and trace.inputs[i].role in kinds)
             return None, next((trace.source(i) for i in moved), None)
 
-    stale, found = replayed(made)
+    stale, carried_state = replayed(outputs)
     # (if it is the same with and without tensors, a flag say, all ranks have it)
-    if stale is not None and stale != replayed(elsewhere)[0]:
-        found = stale
-    if found is not None:
+    if stale is not None and stale != replayed(outputs_elsewhere)[0]:
+        carried_state = stale
+    if carried_state is not None:
         raise CaptureError(
-            f"the model's forward reads a tensor and replaces it, in a pipeline ({found})",
+            f"the model's forward reads a tensor and replaces it, in a pipeline ({carried_state})",
             where="mesh.pp",
             why="all micro-batches would read what was there before the step, and ranks of other stages never see what is put there",
             hint="make it in __init__; or keep it in a buffer (register_buffer) that forward writes to in place (self.state.copy_(…))",

@@ -195,13 +195,13 @@ def _entry(runtime: PipelineRuntime, calls: Sequence[Call]) -> Staged:
 def _joined(
     runtime: PipelineRuntime, staged: Staged, calls: Sequence[Call], outputs: list[list[Any]], shares: Sequence[float]
 ) -> Any:
-    made = [
+    results = [
         staged.trace.flat.around(lambda *_, values=values: values, runtime.module, *call)
         for call, values in zip(calls, outputs, strict=True)
     ]
     if not staged.settled:
         runtime.settle(staged, *calls[0])
-    return join_outputs(made, shares, [batch_size(*call) for call in calls])
+    return join_outputs(results, shares, [batch_size(*call) for call in calls])
 
 
 def _forwards(schedule: Schedule, micro_batches: int) -> Schedule:

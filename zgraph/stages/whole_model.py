@@ -86,15 +86,15 @@ class WholeModel:
         with without_fast_path():
             traced = traced_now()
             if self.staged:
-                kept = refuse_state(traced, traced_now, self.plan.micro_batches, self.module, args, kwargs)
+                kept_buffers = refuse_state(traced, traced_now, self.plan.micro_batches, self.module, args, kwargs)
             else:
-                kept = traced.buffers_kept(self.module, args, kwargs)
+                kept_buffers = traced.buffers_kept(self.module, args, kwargs)
 
         def loss(output: Any) -> torch.Tensor:
             with LossesSeen() as seen:
-                found = loss_of(output, self.loss_fn, named(self, (args, kwargs)), rest, others or {})
+                loss_value = loss_of(output, self.loss_fn, named(self, (args, kwargs)), rest, others or {})
             traced.ignored.update(seen.found)
-            return found
+            return loss_value
 
         wanted = loss if self.loss_fn is not None and by_loss else None
         pattern = loss_pattern(traced, wanted, self.module, args, kwargs)
@@ -104,5 +104,11 @@ class WholeModel:
             flat = traced.flat.flatten(self.module, args, kwargs)
             refuse_other_dimensions(joint, tensors_of((args, kwargs), flat), size)
         return Capture(
-            signature(self.module, args, kwargs), traced, pattern, joint, time.perf_counter() - start, by_loss, kept
+            signature(self.module, args, kwargs),
+            traced,
+            pattern,
+            joint,
+            time.perf_counter() - start,
+            by_loss,
+            kept_buffers,
         )

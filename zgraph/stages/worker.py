@@ -123,7 +123,7 @@ class Worker:
         executable = self._backward(action.kind, reduce, accumulated)
         if action.kind is not Kind.I and self.gradients and not accumulated:
             executable = self.step.summing_backward(reduce, apart=action.kind is Kind.W)
-        found: dict[str, torch.Tensor] = {}
+        sent_values: dict[str, torch.Tensor] = {}
         if action.kind is Kind.I:
             batch.received |= returned
         if executable is not None:
@@ -143,7 +143,7 @@ class Worker:
             self.runtime.settle_gradients()
             for port, value in results:
                 if port.role is OutputRole.RETURNED:
-                    found[port.name] = value
+                    sent_values[port.name] = value
                 elif port.role is OutputRole.SAVED:
                     batch.saved[port.name] = value
             gradients = {
@@ -153,7 +153,7 @@ class Worker:
             }
             stays |= {id(value) for port, value in results if port.role is not OutputRole.GRADIENT}
             self._keep(gradients, stays)
-        return found
+        return sent_values
 
     def _let_go(self, batch: _Batch, kind: Kind) -> None:
         """Release the values of a micro-batch that no program reads after an action of this kind."""
@@ -163,9 +163,9 @@ class Worker:
             later = [e for k in sorted(left) if (e := self._backward(k, reduce, False)) is not None]
             roles = (InputRole.SAVED, InputRole.RECEIVED, InputRole.RETURNED)
             self._read_after[kind] = {p.name for e in later for p in e.program.inputs if p.role in roles}
-        for held in (batch.saved, batch.received):
-            for name in held.keys() - self._read_after[kind]:
-                del held[name]
+        for values in (batch.saved, batch.received):
+            for name in values.keys() - self._read_after[kind]:
+                del values[name]
 
     def _backward(self, kind: Kind, reduce: bool, accumulated: bool) -> Executable | None:
         if kind is Kind.B:
