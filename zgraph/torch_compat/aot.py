@@ -122,9 +122,10 @@ def min_cut_saved(module: fx.GraphModule, forward_outputs: int, tangents: Sequen
             node.meta.setdefault("desc", None)
             late = names[node.name] in tangents
             node.target = f"{'tangents' if late else 'primals'}_{node.name}"  # (the partitioner knows them by this)
-        made = node.args[0] if node.target is operator.getitem else node
-        if isinstance(made, fx.Node) and (
-            torch.Tag.nondeterministic_seeded in getattr(made.target, "tags", ()) or "recompute" not in made.meta
+        producer = node.args[0] if node.target is operator.getitem else node
+        if isinstance(producer, fx.Node) and (
+            torch.Tag.nondeterministic_seeded in getattr(producer.target, "tags", ())
+            or "recompute" not in producer.meta
         ):
             # Random numbers are saved even where a checkpoint region asks to recompute them, and so is what can't be
             # recomputed.

@@ -39,10 +39,10 @@ class ChangingNumbers:
 
     def inputs(self, flat: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Return (the program's inputs, the numbers among the outputs) for the whole graph's inputs."""
-        found = list(self.module(*(flat[i] for i in self.given)))
-        count = len(found) - len(self.into)
-        into = [torch.tensor(v, dtype=d, device=at) for v, (d, at) in zip(found[count:], self.into, strict=True)]
-        return [*(flat[i] for i in self.tensors), *into], found[:count]
+        numbers = list(self.module(*(flat[i] for i in self.given)))
+        count = len(numbers) - len(self.into)
+        into = [torch.tensor(v, dtype=d, device=at) for v, (d, at) in zip(numbers[count:], self.into, strict=True)]
+        return [*(flat[i] for i in self.tensors), *into], numbers[:count]
 
     def around(self, program: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
         """Return a function of the whole graph's inputs that runs `program` on the tensors among them."""
@@ -67,28 +67,28 @@ def split_numbers(graph_module: fx.GraphModule, fake_mode: Any) -> tuple[fx.Grap
     placeholders = graph.find_nodes(op="placeholder")
     outputs: Any = graph.output_node().args[0]
     scalar, tensor = fx.Graph(), fx.Graph()
-    memo: dict[fx.Node, fx.Node] = {}
+    scalar_memo: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         if node in numbers:
-            memo[node] = scalar.node_copy(node, lambda n: memo[n])
-    made: dict[fx.Node, fx.Node] = {}
+            scalar_memo[node] = scalar.node_copy(node, lambda n: scalar_memo[n])
+    tensor_memo: dict[fx.Node, fx.Node] = {}
     for node in placeholders:
         if node not in numbers:
-            made[node] = _copied(tensor, node, made)
+            tensor_memo[node] = _copied(tensor, node, tensor_memo)
     into = _operands(graph, numbers)
     for (number, dtype, device), users in into.items():
-        given = tensor.placeholder(f"number_{number.name}_{len(tensor.nodes)}")
+        placeholder = tensor.placeholder(f"number_{number.name}_{len(tensor.nodes)}")
         with fake_mode:
-            given.meta["example_value"] = torch.empty((), dtype=dtype, device=device)
+            placeholder.meta["example_value"] = torch.empty((), dtype=dtype, device=device)
         for user in users:
-            made[_Use(user, number)] = given  # type: ignore[index]
+            tensor_memo[_Use(user, number)] = placeholder  # type: ignore[index]
     for node in graph.nodes:
         if node not in numbers and node.op not in ("placeholder", "output"):
-            made[node] = _copied(tensor, node, made)
+            tensor_memo[node] = _copied(tensor, node, tensor_memo)
     wanted = [n for n in outputs if isinstance(n, fx.Node) and n in numbers]
-    scalar.output(tuple([memo[n] for n in wanted] + [memo[n] for n, _, _ in into]))
+    scalar.output(tuple([scalar_memo[n] for n in wanted] + [scalar_memo[n] for n, _, _ in into]))
     rest = [n for n in outputs if not (isinstance(n, fx.Node) and n in numbers)]
-    tensor.output(tuple(made[n] if isinstance(n, fx.Node) else n for n in rest))
+    tensor.output(tuple(tensor_memo[n] if isinstance(n, fx.Node) else n for n in rest))
     order: list[tuple[bool, int]] = []
     for item in outputs:
         is_number = isinstance(item, fx.Node) and item in numbers
@@ -121,7 +121,7 @@ def _known(item: fx.Node) -> bool:
 
 def _numbers(graph: fx.Graph) -> set[fx.Node]:
     """Return the nodes that are computed from the number inputs alone, these included."""
-    found: set[fx.Node] = set()
+    numbers: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "output":
             continue
@@ -130,12 +130,12 @@ def _numbers(graph: fx.Graph) -> set[fx.Node]:
             items = node.users and all(u.op == "call_method" and u.target == "item" for u in node.users)
             scalar = isinstance(value, torch.Tensor) and value.dim() == 0 and value.dtype is torch.float64
             if _is_number(value) or (items and scalar and not value.requires_grad and all(map(_known, node.users))):
-                found.add(node)
-        elif node.all_input_nodes and all(n in found for n in node.all_input_nodes):
+                numbers.add(node)
+        elif node.all_input_nodes and all(n in numbers for n in node.all_input_nodes):
             handed = node.target is torch.scalar_tensor and all(u.op == "output" for u in node.users)
             if _is_number(value) or handed:  # (a float leaves dynamo's graph as a tensor)
-                found.add(node)
-    return found
+                numbers.add(node)
+    return numbers
 
 
 def _operands(graph: fx.Graph, numbers: set[fx.Node]) -> dict[tuple[fx.Node, torch.dtype, torch.device], list[fx.Node]]:
@@ -143,16 +143,16 @@ def _operands(graph: fx.Graph, numbers: set[fx.Node]) -> dict[tuple[fx.Node, tor
 
     Raises `NumberInGraphError` for any other use of a number.
     """
-    found: dict[tuple[fx.Node, torch.dtype, torch.device], list[fx.Node]] = {}
+    operands: dict[tuple[fx.Node, torch.dtype, torch.device], list[fx.Node]] = {}
     for node in graph.nodes:
-        mine = [n for n in node.all_input_nodes if n in numbers]
-        if node in numbers or node.op == "output" or not mine:
+        number_inputs = [n for n in node.all_input_nodes if n in numbers]
+        if node in numbers or node.op == "output" or not number_inputs:
             continue
         others = [a for a in node.args if isinstance(a, fx.Node) and a not in numbers]
         if node.target not in _ARITHMETIC or node.kwargs or len(node.args) != 2 or len(others) != 1:
-            raise NumberInGraphError(f"{mine[0].name} in {node.format_node()}")
+            raise NumberInGraphError(f"{number_inputs[0].name} in {node.format_node()}")
         value, result = others[0].meta["example_value"], node.meta["example_value"]
-        whole = isinstance(mine[0].meta["example_value"], (int, torch.SymInt))
+        whole = isinstance(number_inputs[0].meta["example_value"], (int, torch.SymInt))
         dtype = torch.int64 if whole else torch.float64
         if value.dim() == 0:  # (beside a 0-dim tensor, another one takes part in type promotion, unlike a number)
             dtype = value.dtype if whole or value.is_floating_point() else torch.get_default_dtype()
@@ -162,9 +162,9 @@ def _operands(graph: fx.Graph, numbers: set[fx.Node]) -> dict[tuple[fx.Node, tor
             node.target not in (operator.truediv, torch.div, operator.itruediv)
             and torch.result_type(plain, like) != result.dtype
         ):
-            raise NumberInGraphError(f"{mine[0].name} in {node.format_node()}")
-        found.setdefault((mine[0], dtype, value.device), []).append(node)
-    return found
+            raise NumberInGraphError(f"{number_inputs[0].name} in {node.format_node()}")
+        operands.setdefault((number_inputs[0], dtype, value.device), []).append(node)
+    return operands
 
 
 def _copied(graph: fx.Graph, node: fx.Node, made: dict[Any, fx.Node]) -> fx.Node:

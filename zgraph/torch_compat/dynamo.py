@@ -56,9 +56,9 @@ class _LogMethod(str):
     function: Any
 
     def __new__(cls, function: Any) -> _LogMethod:
-        made = super().__new__(cls, function.__qualname__)
-        made.function = function
-        return made
+        method = super().__new__(cls, function.__qualname__)
+        method.function = function
+        return method
 
     def __deepcopy__(self, memo: Any) -> _LogMethod:
         return self
@@ -303,10 +303,10 @@ def _with_values(values: Mapping[int, torch.Tensor]) -> Iterator[None]:
     wrap = there.wrap_to_fake_tensor_and_record
 
     def wrapped(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        made = wrap(tensor, *args, **kwargs)
+        fake = wrap(tensor, *args, **kwargs)
         if id(tensor) in values:
-            made.constant = values[id(tensor)]
-        return made
+            fake.constant = values[id(tensor)]
+        return fake
 
     there.wrap_to_fake_tensor_and_record = wrapped
     try:
@@ -332,16 +332,16 @@ def _fold_known(graph: fx.Graph) -> None:
         run = functools.partial(getattr(args[0], node.target), *args[1:]) if node.op == "call_method" else node.target
         mode = value.fake_mode
         with contextlib.suppress(Exception), mode, mode.shape_env.ignore_fresh_unbacked_symbols():
-            again = run(**kwargs) if node.op == "call_method" else run(*args, **kwargs)
-            if all(type(size) is int for size in again.shape):
-                node.meta["example_value"], again.constant = again, None
+            new_value = run(**kwargs) if node.op == "call_method" else run(*args, **kwargs)
+            if all(type(size) is int for size in new_value.shape):
+                node.meta["example_value"], new_value.constant = new_value, None
                 continue
         with graph.inserting_after(node):
             flat = graph.call_function(torch.tensor, (numbers,), {"dtype": value.dtype, "device": value.device})
         with graph.inserting_after(flat):
-            made = graph.call_method("reshape", (flat, tuple(value.shape)))
-        flat.meta, made.meta = {**node.meta, "example_value": value.reshape(-1)}, dict(node.meta)
-        node.replace_all_uses_with(made)
+            reshape = graph.call_method("reshape", (flat, tuple(value.shape)))
+        flat.meta, reshape.meta = {**node.meta, "example_value": value.reshape(-1)}, dict(node.meta)
+        node.replace_all_uses_with(reshape)
         graph.erase_node(node)
 
 

@@ -171,11 +171,13 @@ def _traced(tx: Any, function: Any, operand: Any) -> Any:
 
 def _message(tx: Any, at: int) -> str:
     """Return the message of code that only raises: its source text, else a string constant of its first instructions."""
-    written = _said(tx)
-    if written is not None:
-        return written
-    found = (i.argval for i in tx.instructions[at : at + 5] if i.opname == "LOAD_CONST" and isinstance(i.argval, str))
-    return next(found, "an assertion of the model")
+    source_text = _said(tx)
+    if source_text is not None:
+        return source_text
+    constants = (
+        i.argval for i in tx.instructions[at : at + 5] if i.opname == "LOAD_CONST" and isinstance(i.argval, str)
+    )
+    return next(constants, "an assertion of the model")
 
 
 def _said(tx: Any) -> str | None:
@@ -184,18 +186,18 @@ def _said(tx: Any) -> str | None:
     with contextlib.suppress(SyntaxError, ValueError):
         source = "".join(linecache.getlines(tx.f_code.co_filename))
         line = tx.current_instruction.positions.lineno or tx.lineno
-        found: list[tuple[int, ast.expr]] = []
+        messages: list[tuple[int, ast.expr]] = []
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.Assert) and _covers(node, line):
-                found.append((node.lineno, node.msg or node.test))
+                messages.append((node.lineno, node.msg or node.test))
             elif isinstance(node, ast.If) and _covers(node.test, line) and isinstance(node.body[-1], ast.Raise):
                 error = node.body[-1].exc or node.test
-                found.append((node.lineno, error.args[0] if isinstance(error, ast.Call) and error.args else error))
-        if found:
-            _, said = max(found, key=lambda item: item[0])
-            if isinstance(said, ast.Constant) and isinstance(said.value, str):
-                return said.value
-            return ast.get_source_segment(source, said)
+                messages.append((node.lineno, error.args[0] if isinstance(error, ast.Call) and error.args else error))
+        if messages:
+            _, message = max(messages, key=lambda item: item[0])
+            if isinstance(message, ast.Constant) and isinstance(message.value, str):
+                return message.value
+            return ast.get_source_segment(source, message)
     return None
 
 

@@ -29,13 +29,13 @@ def empty(mode: Any, size: Any, stride: Any, dtype: torch.dtype, device: torch.d
 def held_after() -> Iterator[list[torch.Tensor]]:
     """Yield a list that, once the block has ended, has the fake tensors made in it that are still alive (the user's
     code keeps them)."""
-    made: list[torch.Tensor] = []
+    fakes: list[torch.Tensor] = []
     before = _found()  # (held to the end, so that no id is given twice)
-    known = {id(x) for x in before}
-    yield made
-    if any(id(x) not in known for x in _found()):  # (to look for cycles takes longer, and is only needed then)
+    known_ids = {id(x) for x in before}
+    yield fakes
+    if any(id(x) not in known_ids for x in _found()):  # (to look for cycles takes longer, and is only needed then)
         gc.collect()
-        made += [x for x in _found() if id(x) not in known]
+        fakes += [x for x in _found() if id(x) not in known_ids]
 
 
 def _found() -> list[torch.Tensor]:
@@ -71,9 +71,9 @@ def known_values(known: bool) -> Iterator[None]:
     def dispatched(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _COUNTING and all(type(a) is int for a in args) and _on_cpu(kwargs or {}):
             with no_dispatch():
-                made = func(*args, **(kwargs or {}))
-            if mode.may_turn_const(made):
-                return mode.fake_tensor_converter.from_real_tensor(mode, made, make_constant=True)
+                tensor = func(*args, **(kwargs or {}))
+            if mode.may_turn_const(tensor):
+                return mode.fake_tensor_converter.from_real_tensor(mode, tensor, make_constant=True)
         return dispatch(mode, func, types, args, kwargs)
 
     fake_tensor.CONSTANT_NUMEL_LIMIT = MOST_KNOWN

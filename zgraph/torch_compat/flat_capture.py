@@ -112,12 +112,12 @@ class FlatCapture:
 
     def flatten(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """Return the graph's flat inputs for a call."""
-        found: list[tuple[Any, ...]] = []
+        calls: list[tuple[Any, ...]] = []
 
         def stop(*inputs: Any) -> Sequence[Any]:
-            found.append(inputs)
+            calls.append(inputs)
             raise _Stop
 
         with contextlib.suppress(_Stop):
             self.around(stop, owner, args, kwargs)
-        return found[0] if found else ()
+        return calls[0] if calls else ()

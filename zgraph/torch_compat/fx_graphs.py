@@ -56,8 +56,8 @@ class FrozenGraph:
         """Return whether the module's graph is still the same, node by node."""
         nodes = module.graph.nodes
         return len(nodes) == len(self._nodes) and all(
-            len(held) == len(parts) and all(map(operator.is_, held, parts))
-            for held, parts in zip(self._nodes, map(_parts, nodes), strict=True)
+            len(frozen_parts) == len(parts) and all(map(operator.is_, frozen_parts, parts))
+            for frozen_parts, parts in zip(self._nodes, map(_parts, nodes), strict=True)
         )
 
     @functools.cached_property
@@ -69,8 +69,8 @@ class FrozenGraph:
             read: Any
             read, named = (fx.map_arg(part, memo.__getitem__) for part in (args, kwargs))
             name = "output" if node.op == "output" else name  # (as torch's own copies have it)
-            made = memo[node] = graph.create_node(node.op, target, read, named, name, node.type)
-            made.meta.update(zip(meta[: len(meta) // 2], meta[len(meta) // 2 :], strict=True))
+            new_node = memo[node] = graph.create_node(node.op, target, read, named, name, node.type)
+            new_node.meta.update(zip(meta[: len(meta) // 2], meta[len(meta) // 2 :], strict=True))
         return lazy_module(self._root, graph)
 
 

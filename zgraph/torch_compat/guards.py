@@ -65,11 +65,11 @@ class Scope:
         """Return the locals of forward's frame for this call."""
         self._binder.__defaults__ = self._function.__defaults__  # (they may have been replaced)
         self._binder.__kwdefaults__ = self._function.__kwdefaults__
-        found: dict[str, Any] = self._binder(owner, *args, **kwargs)
+        frame_locals: dict[str, Any] = self._binder(owner, *args, **kwargs)
         for name, cell in self._cells:
             with contextlib.suppress(ValueError):  # (an empty cell has no value to compare)
-                found[name] = cell.cell_contents
-        return found
+                frame_locals[name] = cell.cell_contents
+        return frame_locals
 
 
 def _binder(code: types.CodeType) -> types.FunctionType:
@@ -87,9 +87,9 @@ def _binder(code: types.CodeType) -> types.FunctionType:
     parts += keywords
     if code.co_flags & 0x08:
         parts.append(f"**{rest[0]}")
-    made: dict[str, Any] = {}
-    exec(f"def bind({', '.join(parts)}): return locals()", made)
-    return made["bind"]  # type: ignore[no-any-return]
+    namespace: dict[str, Any] = {}
+    exec(f"def bind({', '.join(parts)}): return locals()", namespace)
+    return namespace["bind"]  # type: ignore[no-any-return]
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -160,9 +160,9 @@ class Guards:
         guards = self._manager.guard_manager
         if guards.check(scope):
             return self._other_gradient(scope)
-        found = guards.check_verbose(scope)
-        parts = [str(p).split("#")[0].strip() for p in found.verbose_code_parts] or ["a global mode of torch"]
-        stack = getattr(found, "user_stack", None)
+        failure = guards.check_verbose(scope)
+        parts = [str(p).split("#")[0].strip() for p in failure.verbose_code_parts] or ["a global mode of torch"]
+        stack = getattr(failure, "user_stack", None)
         where = f"{stack[-1].filename}:{stack[-1].lineno}" if stack else None
         return Failing(self._scope.readable(parts[0]), where, self._scope.lasts(parts[0], scope))
 
@@ -184,13 +184,13 @@ class Guards:
     def changed_numbers(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
         """Return the names of the constant numbers that have another value now."""
         names = {"L": self._scope.of(owner, args, kwargs), "G": self._globals}
-        found = []
+        changed_names = []
         for name, before in self._numbers.items():
             with contextlib.suppress(Exception):  # (what can't be read by its name alone stays a constant)
                 now = eval(name, dict(names))
                 if type(now) is type(before) and now != before:
-                    found.append(name)
-        return found
+                    changed_names.append(name)
+        return changed_names
 
     def _wanted(self, entries: Sequence[Any]) -> Sequence[bool]:
         for e in entries:  # guards are built twice, and a property may have given another object the first time
@@ -248,12 +248,12 @@ class Effects:
 
     def held(self) -> list[Any]:
         """Return the current values of all that a replay writes to, in one list."""
-        found: list[Any] = []
+        values: list[Any] = []
         for container in self.containers:
-            found += [len(container), *container, *(container.values() if isinstance(container, dict) else ())]
-        found += [getattr(value, name, _MISSING) for value, names in self.objects for name in names]
-        found += [getattr(cell, "cell_contents", _MISSING) for cell in self.cells]
-        return found + [self.namespace.get(name, _MISSING) for name in self.globals]
+            values += [len(container), *container, *(container.values() if isinstance(container, dict) else ())]
+        values += [getattr(value, name, _MISSING) for value, names in self.objects for name in names]
+        values += [getattr(cell, "cell_contents", _MISSING) for cell in self.cells]
+        return values + [self.namespace.get(name, _MISSING) for name in self.globals]
 
     def unchanged_by(self, run: Callable[[], Any]) -> bool:
         """Return whether `run` succeeds and leaves all that a replay writes to as it was. Its changes are undone."""
@@ -313,10 +313,10 @@ def _container(value: Any) -> Callable[[], None]:
 
 def _attributes(value: Any, names: Sequence[str]) -> Callable[[], None]:
     if isinstance(value, type):
-        held = {n: value.__dict__.get(n, _MISSING) for n in names}
+        former_values = {n: value.__dict__.get(n, _MISSING) for n in names}
     else:
         slots = [n for n in names if isinstance(getattr(type(value), n, None), types.MemberDescriptorType)]
-        held = {n: getattr(value, n, _MISSING) for n in slots}
+        former_values = {n: getattr(value, n, _MISSING) for n in slots}
     tables = [t for t in (getattr(value, "__dict__", None),) if isinstance(t, dict)]
     if isinstance(value, nn.Module):  # (an attribute that is a tensor or module is kept in one of these)
         tables += [value._parameters, value._buffers, value._modules]
@@ -325,7 +325,7 @@ def _attributes(value: Any, names: Sequence[str]) -> Callable[[], None]:
     def restore() -> None:
         for step in steps:
             step()
-        for name, old in held.items():
+        for name, old in former_values.items():
             if old is _MISSING:
                 with contextlib.suppress(AttributeError):
                     delattr(value, name)
@@ -370,7 +370,7 @@ def recorded(function: types.FunctionType, watched: Sequence[Any] = ()) -> Itera
     A `watched` list that forward only appends to gets the new items appended at each replay, whatever it holds then.
     (By itself dynamo writes the whole list as it was at capture.)
     """
-    found = Effects(namespace=function.__globals__)
+    effects = Effects(namespace=function.__globals__)
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     update, track = SideEffects.codegen_update_mutated, SideEffects.track_mutable
     ids = {id(x) for x in watched}
@@ -383,16 +383,16 @@ def recorded(function: types.FunctionType, watched: Sequence[Any] = ()) -> Itera
         return variable
 
     def noting(self: Any, cg: Any, *rest: Any, **named: Any) -> Any:
-        _note(self, found, cells)
+        _note(self, effects, cells)
         by_id = {id(x): x for x in self.keepalive}
         appending = [
             (by_id[key], v)
             for key, v in self.id_to_variable.items()
             if isinstance(v, _Appended) and not v.is_read and self.is_modified(v)
         ]
-        found.appended = [x for x, _ in appending]
-        for held, variable in appending:
-            _extend(cg, variable, len(held))
+        effects.appended = [x for x, _ in appending]
+        for watched_list, variable in appending:
+            _extend(cg, variable, len(watched_list))
             variable.mutation_type.is_modified = False
         try:
             return update(self, cg, *rest, **named)
@@ -403,7 +403,7 @@ def recorded(function: types.FunctionType, watched: Sequence[Any] = ()) -> Itera
     SideEffects.codegen_update_mutated = noting  # type: ignore[method-assign]
     SideEffects.track_mutable = track_watched  # type: ignore[method-assign,assignment]
     try:
-        yield found
+        yield effects
     finally:
         SideEffects.codegen_update_mutated = update  # type: ignore[method-assign]
         SideEffects.track_mutable = track  # type: ignore[method-assign]

@@ -79,14 +79,14 @@ def drawn_by_inductor(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
     seed = next(a for a in args if isinstance(a, torch.Tensor))
     mode = FakeTensorMode()
     graph = fx.Graph()
-    given = graph.placeholder("seed")
-    given.meta["val"] = mode.from_tensor(seed)
-    made = graph.call_function(target, tuple(given if a is seed else a for a in args), kwargs)
+    seed_node = graph.placeholder("seed")
+    seed_node.meta["val"] = mode.from_tensor(seed)
+    draw = graph.call_function(target, tuple(seed_node if a is seed else a for a in args), kwargs)
     with mode:
-        made.meta["val"] = target(*(given.meta["val"] if a is seed else a for a in args), **kwargs)
-    graph.output((made,))
+        draw.meta["val"] = target(*(seed_node.meta["val"] if a is seed else a for a in args), **kwargs)
+    graph.output((draw,))
     module = fx.GraphModule(torch.nn.Module(), graph)
-    function, _, _ = compile_with_inductor(module, [given.meta["val"]], mode, False, False, False)
+    function, _, _ = compile_with_inductor(module, [seed_node.meta["val"]], mode, False, False, False)
     return function([seed])[0]  # type: ignore[no-any-return]
 
 
@@ -150,8 +150,8 @@ def order_keeper(chunks: tuple[tuple[str, str], ...] = (), copies: tuple[str, ..
                         node, SchedulerNode
                     ):  # (other nodes are several loops in one, which no backend rebuilds)
                         self._hold(node)
-                    made = node.node.get_origin_node() if again else None
-                    if last is not None and made is not None and made.name in again:
+                    origin = node.node.get_origin_node() if again else None
+                    if last is not None and origin is not None and origin.name in again:
                         node.add_fake_dep(WeakDep(last, last, is_fake=True))
                     continue
                 own = next((b.get_name() for b in node.get_outputs()), None)
@@ -287,18 +287,18 @@ def _known_sizes() -> Iterator[None]:
     from torch._inductor.memory import assign_memory_planning_info_for_scheduler_buffers
     from torch._inductor.virtualized import V
 
-    made = EfficientPeakEstimate.__init__
+    original_init = EfficientPeakEstimate.__init__
 
     def counted(self: Any) -> None:
         scheduler = V.graph.scheduler
         assign_memory_planning_info_for_scheduler_buffers(scheduler.nodes, scheduler.name_to_buf)
-        made(self)
+        original_init(self)
 
     EfficientPeakEstimate.__init__ = counted  # type: ignore[method-assign]
     try:
         yield
     finally:
-        EfficientPeakEstimate.__init__ = made  # type: ignore[method-assign]
+        EfficientPeakEstimate.__init__ = original_init  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -409,9 +409,15 @@ def record_of(compiled: Any) -> CodeRecord | None:
     """Return the record of a result of `compile_with_inductor`; None where another process can't run its code (it holds
     tensors, say)."""
     runner = getattr(compiled, "compiled_fn_runner", None)
-    held = ("constants", "frozen_param_names", "torchbind_constants", "opaque_value_type_classes", "cudagraph_info")
+    constants = (
+        "constants",
+        "frozen_param_names",
+        "torchbind_constants",
+        "opaque_value_type_classes",
+        "cudagraph_info",
+    )
     others = ("guards_expr", "disabled_cudagraphs_reason", "_defers_input_alignment", "_wrap_compiled_regions")
-    if runner is None or any(getattr(compiled, name, None) for name in (*held, *others)):
+    if runner is None or any(getattr(compiled, name, None) for name in (*constants, *others)):
         return None
     folder = os.path.realpath(inductor_folder())
     paths = []

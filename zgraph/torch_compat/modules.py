@@ -19,15 +19,15 @@ class Registered(NamedTuple):
 
 def registered(module: nn.Module) -> Registered:
     """Return in one walk what `modules()`, `named_parameters()` and `buffers()` give."""
-    found = Registered([], {}, [])
+    members = Registered([], {}, [])
     if (
         type(module).named_parameters is not nn.Module.named_parameters
     ):  # (a class with a `named_parameters` of its own)
-        found.parameters.update(module.named_parameters())
-        _walk(module, "", found._replace(parameters={}), set())
+        members.parameters.update(module.named_parameters())
+        _walk(module, "", members._replace(parameters={}), set())
     else:
-        _walk(module, "", found, set())
-    return found
+        _walk(module, "", members, set())
+    return members
 
 
 def _walk(module: nn.Module, prefix: str, found: Registered, seen: set[int]) -> None:

@@ -148,30 +148,30 @@ def refuse_release(part: str) -> None:
 
 def _lacks(name: str) -> str | None:
     """Return what is missing of a name, in words; None if nothing is."""
-    found = [_one_lacks(one) for one in name.split(" or ")]
-    return None if None in found else found[0]
+    missing = [_one_lacks(one) for one in name.split(" or ")]
+    return None if None in missing else missing[0]
 
 
 def _one_lacks(name: str) -> str | None:
     place, _, rest = name.partition(" ")
     module, _, path = place.partition(":")
     try:
-        found: Any = functools.reduce(getattr, path.split("."), importlib.import_module(module))
+        member: Any = functools.reduce(getattr, path.split("."), importlib.import_module(module))
     except (ImportError, AttributeError):
         return path
     asked, *words = rest.split() or [""]
-    if asked == "has" and words[0] not in set(_words(_code(found))):
+    if asked == "has" and words[0] not in set(_words(_code(member))):
         return f"{words[0]} in {path}"
     if asked == "takes":
-        takes = [p for p in inspect.signature(found).parameters if p not in ("args", "kwargs")]
+        takes = [p for p in inspect.signature(member).parameters if p not in ("args", "kwargs")]
         if takes != words:
             return f"{path}({', '.join(words)})"
     return None
 
 
 def _code(found: Any) -> types.CodeType | None:
-    found = getattr(found, "fget", found)
-    return getattr(inspect.unwrap(found), "__code__", None)
+    function = getattr(found, "fget", found)
+    return getattr(inspect.unwrap(function), "__code__", None)
 
 
 def _words(code: types.CodeType | None) -> Iterator[str]:

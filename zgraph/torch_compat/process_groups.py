@@ -13,8 +13,8 @@ def backend_of(group: str, device: torch.device) -> tuple[str, int]:
     """Return (the backend's name such as "gloo", this process's rank) of the process group of this name; ("", 0) if
     there is none."""
     try:
-        found = _group(group)
-        return found._get_backend(device).name(), found.rank()
+        process_group = _group(group)
+        return process_group._get_backend(device).name(), process_group.rank()
     except (RuntimeError, KeyError, LookupError):
         return "", 0
 
@@ -84,9 +84,9 @@ def default_store() -> Any:
 
 def own_store(store: Any, prefix: str) -> Any:
     """Return the same store under a prefix, over a connection of its own, whose requests time out after 5 seconds."""
-    made = torch._C._distributed_c10d.PrefixStore(prefix, store.clone())
-    made.set_timeout(timedelta(seconds=5))
-    return made
+    connection = torch._C._distributed_c10d.PrefixStore(prefix, store.clone())
+    connection.set_timeout(timedelta(seconds=5))
+    return connection
 
 
 def ranks_of(group: str) -> tuple[int, ...]:

@@ -81,25 +81,25 @@ def expression(size: Any) -> Any:
     """Return a size in a form that can be hashed and compared without adding a guard: an int, or an expression."""
     if not isinstance(size, torch.SymInt):
         return size
-    found = size.node.expr
-    return int(found) if found.is_number else found
+    expr = size.node.expr
+    return int(expr) if expr.is_number else expr
 
 
 def given_symbol(size: Any) -> Symbol | None:
     """Return the symbol that an input's size was given, whatever is known of it since; None for a number."""
     if not isinstance(size, torch.SymInt):
         return None
-    found = size.node._expr
-    return found if isinstance(found, sympy.Symbol) else None
+    expr = size.node._expr
+    return expr if isinstance(expr, sympy.Symbol) else None
 
 
 def free_symbols(value: Any) -> set[Symbol]:
     """Return the symbols in a value's numbers."""
-    found: set[Symbol] = set()
+    symbols: set[Symbol] = set()
     for number in _measures(value):
         if is_symbolic(number):
-            found |= number.node.expr.free_symbols
-    return found
+            symbols |= number.node.expr.free_symbols
+    return symbols
 
 
 def environment(value: Any) -> Any:
@@ -111,8 +111,8 @@ def hint(size: Any) -> int:
     """Return the number that a size has at its environment's point (the sizes it was made with); adds no guard."""
     if not isinstance(size, torch.SymInt):
         return int(size)
-    found = size.node.expr
-    return int(found) if found.is_number else int(found.xreplace(_values(size.node.shape_env)))
+    expr = size.node.expr
+    return int(expr) if expr.is_number else int(expr.xreplace(_values(size.node.shape_env)))
 
 
 def most(size: Any) -> int:
@@ -123,14 +123,14 @@ def most(size: Any) -> int:
     """
     if not isinstance(size, torch.SymInt):
         return int(size)
-    env, found = size.node.shape_env, size.node.expr
-    if found.is_number:
-        return int(found)
+    env, expr = size.node.shape_env, size.node.expr
+    if expr.is_number:
+        return int(expr)
     ranges = []
-    for symbol in found.free_symbols:
+    for symbol in expr.free_symbols:
         low, high = bounds(env, symbol)
         ranges.append((symbol, low, max(low, point(env, symbol)) if high is None else high))
-    return _upper(found, frozenset(ranges))
+    return _upper(expr, frozenset(ranges))
 
 
 @functools.lru_cache(4096)
@@ -156,20 +156,20 @@ class StandIns:
 
     def of(self, size: Any) -> int:
         """Return the number that stands for a size; a number stands for itself."""
-        found = expression(size)
-        if isinstance(found, int):
-            return found
-        if found not in self._known:
-            self._known[found] = self._product(found)
-        return self._known[found]
+        expr = expression(size)
+        if isinstance(expr, int):
+            return expr
+        if expr not in self._known:
+            self._known[expr] = self._product(expr)
+        return self._known[expr]
 
     def size(self, number: int, env: Any) -> Any:
         """Return the size that a number stands for. Adds no guard."""
-        found: Any = sympy.Integer(1)
+        expr: Any = sympy.Integer(1)
         for factor, prime in self._primes.items():
             while number and number % prime == 0:
-                found, number = found * factor, number // prime
-        return substituted(found * number, {}, env)
+                expr, number = expr * factor, number // prime
+        return substituted(expr * number, {}, env)
 
     def _product(self, found: Any) -> int:
         content, rest = (
@@ -217,9 +217,9 @@ def bounded_by(env: Any, symbol: Symbol) -> str | None:
 
 def specialised(env: Any, symbol: Symbol) -> int | None:
     """Return the one number that a symbol can still be; None while it may be several."""
-    found = env.replace(symbol)
-    if found.is_number:
-        return int(found)
+    replacement = env.replace(symbol)
+    if replacement.is_number:
+        return int(replacement)
     return point(env, symbol) if any(_pins(g.condition, symbol) for g in guards(env)) else None
 
 
@@ -274,8 +274,8 @@ def substituted(found: Any, symbols: Mapping[Symbol, Any], env: Any = None, kind
     )
     if replaced.is_number:
         return kind(replaced)
-    made = env.create_symintnode if kind is int else env.create_symfloatnode
-    return made(replaced, hint=kind(replaced.xreplace(_values(env))))
+    create = env.create_symintnode if kind is int else env.create_symfloatnode
+    return create(replaced, hint=kind(replaced.xreplace(_values(env))))
 
 
 def condition_of(env: Any, found: Any, symbols: Mapping[Symbol, Symbol]) -> Any:

@@ -35,16 +35,16 @@ def settings() -> dict[str, Any]:
     from torch._functorch import config as functorch_config
     from torch._inductor import config as inductor_config
 
-    found: dict[str, Any] = {"modes": _modes()}
+    entries: dict[str, Any] = {"modes": _modes()}
     for name, config in (("inductor", inductor_config), ("functorch", functorch_config)):
         values = config.save_config_portable(ignore_private_configs=False)  # type: ignore[attr-defined]
-        found[name] = {key: _text(value, f"{name}.{key}") for key, value in sorted(values.items())}
+        entries[name] = {key: _text(value, f"{name}.{key}") for key, value in sorted(values.items())}
         for key in _OWN_CODE:  # (torch leaves them out of the configuration that it saves)
             if getattr(config, key, None) is not None:
                 raise Unknown(f"{name}.{key} is set")
-    found["tag"] = str(torch.compiler.config.cache_key_tag)  # type: ignore[attr-defined]
+    entries["tag"] = str(torch.compiler.config.cache_key_tag)  # type: ignore[attr-defined]
     refuse_own_tables()
-    return found
+    return entries
 
 
 def refuse_own_tables() -> None:

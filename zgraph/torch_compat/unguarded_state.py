@@ -57,8 +57,8 @@ class UnguardedState:
         objects = list({id(x): x for x in objects}.values())
         kinds = {type(x) for x in objects} | {x for x in objects if isinstance(x, type)}
         own = {(id(x), n) for x, n in changed if isinstance(x, type)}
-        found = _class_attributes(kinds, names, set(codes))
-        self._classes = [f for f in found if not any((id(c), f[1]) in own for c in f[0].__mro__)]
+        attributes = _class_attributes(kinds, names, set(codes))
+        self._classes = [f for f in attributes if not any((id(c), f[1]) in own for c in f[0].__mro__)]
         # Code finds an attribute missing by hasattr, which dynamo guards, or by catching the error, which it does not.
         catching = {
             n for c in codes if c.co_exceptiontable and not c.co_filename.startswith(_TORCH) for n in c.co_names
@@ -71,12 +71,12 @@ class UnguardedState:
         self._missing = [(t, len(t), frozenset(catching - t.keys())) for t in tables]
         # Attributes looked up by a string: in a __dict__, or by getattr and hasattr, which dynamo guards for all but
         # tensors.
-        mine = [c for c in codes if not c.co_filename.startswith(_TORCH)]
-        inside = _strings(c for c in mine if not {"__dict__", "vars"}.isdisjoint(c.co_names))
+        user_codes = [c for c in codes if not c.co_filename.startswith(_TORCH)]
+        inside = _strings(c for c in user_codes if not {"__dict__", "vars"}.isdisjoint(c.co_names))
         set_here = {n for _, n in changed}
         read = [vars(x) for x in objects if inside and hasattr(x, "__dict__") and not isinstance(x, type)]
         self._read = [(t, _plain(t, inside - set_here)) for t in read]
-        by_name = _strings(c for c in mine if not {"getattr", "hasattr"}.isdisjoint(c.co_names))
+        by_name = _strings(c for c in user_codes if not {"getattr", "hasattr"}.isdisjoint(c.co_names))
         self._hung_names = frozenset((inside | by_name | catching) - set_here)
         self._hung: list[tuple[weakref.ref[torch.Tensor], dict[str, Any]]] | None = None  # on the model's tensors
         self._aliases = _aliases(scope)
@@ -92,8 +92,8 @@ class UnguardedState:
         for table, size, names in self._missing:
             if len(table) != size and not names.isdisjoint(table):
                 return f"an object has no attribute {sorted(names & table.keys())[0]!r}"
-        for table, found in self._read:
-            if _plain(table, found) != found:
+        for table, entries in self._read:
+            if _plain(table, entries) != entries:
                 return "an object has the attributes that it had"
         if self._hung_names and not self._hangs_as_before(scope):
             return "parameters have the attributes that they had"
@@ -140,15 +140,15 @@ def _strings(codes: Iterable[types.CodeType]) -> frozenset[str]:
 def _plain(table: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """Return a table's entries of these names: comparable values as they are, `...` for others, `_ABSENT` for missing
     ones."""
-    found = {n: table.get(n, _ABSENT) for n in names}
-    return {n: v if v is _ABSENT or isinstance(v, _COMPARED) else ... for n, v in found.items()}
+    entries = {n: table.get(n, _ABSENT) for n in names}
+    return {n: v if v is _ABSENT or isinstance(v, _COMPARED) else ... for n, v in entries.items()}
 
 
 def _class_attributes(
     kinds: set[type], names: set[str], codes: set[types.CodeType]
 ) -> list[tuple[type, str, Any, Callable[[type, str], Any]]]:
     """Return (class, name, value, how to get it) of what traced code may have found in a class."""
-    found: list[tuple[type, str, Any, Callable[[type, str], Any]]] = []
+    attributes: list[tuple[type, str, Any, Callable[[type, str], Any]]] = []
     for kind in kinds:
         if not kind.__flags__ & _HEAP_TYPE:
             continue
@@ -159,12 +159,12 @@ def _class_attributes(
             if not read:
                 continue
             if isinstance(raw, classmethod):
-                found.append((kind, name, raw.__func__, _of_classmethod))
+                attributes.append((kind, name, raw.__func__, _of_classmethod))
             elif raw is not _ABSENT and not isinstance(raw, (types.MemberDescriptorType, types.GetSetDescriptorType)):
                 value = getattr(kind, name, _ABSENT)
                 if value is getattr(kind, name, _ABSENT):  # (a value made anew at each read can't be compared)
-                    found.append((kind, name, value, _get))
-    return found
+                    attributes.append((kind, name, value, _get))
+    return attributes
 
 
 def _get(kind: type, name: str) -> Any:
