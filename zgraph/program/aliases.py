@@ -91,14 +91,14 @@ def is_feedback(node: fx.Node) -> bool:
 
 def aliases_of(root: fx.Node) -> list[fx.Node]:
     """Return `root` and every view of it, in graph order."""
-    found = {root: None}
+    aliases = {root: None}
     stack = [root]
     while stack:
         for user in stack.pop().users:
-            if user not in found and aliased_input(user) in found:
-                found[user] = None
+            if user not in aliases and aliased_input(user) in aliases:
+                aliases[user] = None
                 stack.append(user)
-    return sorted(found)
+    return sorted(aliases)
 
 
 def is_random(node: fx.Node) -> bool:

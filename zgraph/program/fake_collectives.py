@@ -16,11 +16,11 @@ _known: dict[Any, tuple[Any, ...]] = {}
 
 def value_of(target: Any, args: tuple[Any, ...], fake_mode: Any) -> torch.Tensor:
     """Return the fake result of a collective or its wait; `args` are a fake tensor and the node's other arguments."""
-    given = args[0]
-    key = (target, given.size(), given.stride(), given.dtype, given.device, args[1:])
-    found = _known.get(key)
-    if found is not None:
-        return fake_tensors.empty(fake_mode, *found)
+    operand = args[0]
+    key = (target, operand.size(), operand.stride(), operand.dtype, operand.device, args[1:])
+    layout = _known.get(key)
+    if layout is not None:
+        return fake_tensors.empty(fake_mode, *layout)
     with fake_mode, torch.no_grad():
         result: torch.Tensor = target(*args)
     _known[key] = (result.size(), result.stride(), result.dtype, result.device)

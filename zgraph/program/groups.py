@@ -23,15 +23,15 @@ def part_of(dim: str, positions: Iterable[int], mesh: Mapping[str, int]) -> str:
 
     Raises `MeshError` for a dimension or a position that the mesh has not, and for fewer than two positions.
     """
-    found = sorted(set(positions))
+    members = sorted(set(positions))
     size = mesh.get(dim, 0)
-    if len(found) < 2 or found[0] < 0 or found[-1] >= size:
+    if len(members) < 2 or members[0] < 0 or members[-1] >= size:
         raise MeshError(
-            f"positions {found} of mesh dimension {dim!r} are no group",
+            f"positions {members} of mesh dimension {dim!r} are no group",
             why=f"the mesh has {dict(mesh)}",
             hint=f"two positions or more, from 0 to {size - 1}" if size else f"dimensions are {list(mesh)}",
         )
-    return dim if len(found) == size else f"{dim}[{','.join(map(str, found))}]"
+    return dim if len(members) == size else f"{dim}[{','.join(map(str, members))}]"
 
 
 def block_of(dim: str, size: int, mesh: Mapping[str, int]) -> str:

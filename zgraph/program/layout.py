@@ -24,9 +24,11 @@ def in_flight(node: fx.Node) -> bool:
     """Return whether a transfer is still running on this node's value, which nothing may read before its wait."""
     if node.op == "placeholder":
         return any(collectives.is_wait(u) or transfers_to_host.is_wait(u) for u in node.users)
-    made = node.all_input_nodes[0] if node.target is operator.getitem else node
+    start = node.all_input_nodes[0] if node.target is operator.getitem else node
     return (
-        collectives.is_start(made) or made.target in collectives.COALESCED.values() or transfers_to_host.is_start(made)
+        collectives.is_start(start)
+        or start.target in collectives.COALESCED.values()
+        or transfers_to_host.is_start(start)
     )
 
 
@@ -70,6 +72,6 @@ def laid_out(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
     for dim, stride in enumerate(strides):  # (an expanded dimension is stored once)
         if stride == 0:
             once = once.narrow(dim, 0, 1)
-    made = torch.empty_strided(once.shape, tuple(strides), dtype=tensor.dtype, device=tensor.device)
-    made.copy_(once)
-    return made if made.shape == tensor.shape else made.expand(tensor.shape)
+    copy = torch.empty_strided(once.shape, tuple(strides), dtype=tensor.dtype, device=tensor.device)
+    copy.copy_(once)
+    return copy if copy.shape == tensor.shape else copy.expand(tensor.shape)

@@ -32,9 +32,9 @@ class LazyProgram(Program):
     def __getattr__(self, name: str) -> Any:
         if name not in _LATE:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        made = self._make()
+        program = self._make()
         for late in _LATE:
-            self.__dict__[late] = getattr(made, late)
+            self.__dict__[late] = getattr(program, late)
         return self.__dict__[name]
 
     @property

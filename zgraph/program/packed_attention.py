@@ -53,19 +53,19 @@ def _blocks(documents: Tensor, order: Tensor | None, is_causal: bool, like: Tens
     firsts = [[0, *(at + 1 for at, is_new in enumerate(row) if is_new)] for row in new]
     in_pieces = [len(set(ids)) < len(first) for ids, first in zip(documents.tolist(), firsts, strict=True)]
     steps = order[:, 1:] > order[:, :-1] if is_causal and order is not None else None
-    found: dict[tuple[int, int], list[int]] = {}
+    rows_by_span: dict[tuple[int, int], list[int]] = {}
     for row in range(rows):
-        mine = row % len(firsts)
-        lasts = [*firsts[mine][1:], length]
-        for first, last in [(0, length)] if in_pieces[mine] else zip(firsts[mine], lasts, strict=True):
+        document_row = row % len(firsts)
+        lasts = [*firsts[document_row][1:], length]
+        for first, last in [(0, length)] if in_pieces[document_row] else zip(firsts[document_row], lasts, strict=True):
             ascends = steps is None or bool(steps[row % len(steps), first : last - 1].all())
-            if ascends and not in_pieces[mine]:
-                found.setdefault((first, last), []).append(row)
+            if ascends and not in_pieces[document_row]:
+                rows_by_span.setdefault((first, last), []).append(row)
                 continue
             yield slice(row, row + 1), slice(first, last), _mask(documents, order, is_causal, like, row, first, last)
-    for (first, last), those in found.items():
-        for some in [slice(0, rows)] if len(those) == rows else [slice(row, row + 1) for row in those]:
-            yield some, slice(first, last), None
+    for (first, last), span_rows in rows_by_span.items():
+        for row_slice in [slice(0, rows)] if len(span_rows) == rows else [slice(row, row + 1) for row in span_rows]:
+            yield row_slice, slice(first, last), None
 
 
 def _mask(
@@ -91,9 +91,9 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     out, sums = _like_forward(query, key, value, documents, order, is_causal, scale)
     for rows, part, mask in _blocks(documents, order, is_causal, query):
-        given = (x[rows, :, part] for x in (query, key, value))
-        found = _FORWARD(*given, 0.0, is_causal and mask is None, attn_mask=mask, scale=scale)
-        out[rows, :, part], sums[rows, :, part] = found
+        block_inputs = (x[rows, :, part] for x in (query, key, value))
+        block_outputs = _FORWARD(*block_inputs, 0.0, is_causal and mask is None, attn_mask=mask, scale=scale)
+        out[rows, :, part], sums[rows, :, part] = block_outputs
     return out, sums
 
 
@@ -111,10 +111,10 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     grads = _like_backward(grad_out, query, key, value)
     for rows, part, mask in _blocks(documents, order, is_causal, query):
-        given = (x[rows, :, part] for x in (grad_out, query, key, value, out, logsumexp))
-        found = _BACKWARD(*given, 0.0, is_causal and mask is None, attn_mask=mask, scale=scale)
-        for grad, mine in zip(grads, found, strict=True):
-            grad[rows, :, part] = mine
+        block_inputs = (x[rows, :, part] for x in (grad_out, query, key, value, out, logsumexp))
+        block_grads = _BACKWARD(*block_inputs, 0.0, is_causal and mask is None, attn_mask=mask, scale=scale)
+        for grad, block_grad in zip(grads, block_grads, strict=True):
+            grad[rows, :, part] = block_grad
     return grads
 
 
@@ -164,12 +164,15 @@ def _block(
     sums.fill_(-torch.inf)
     orders = (order, other_order) if is_causal else (None, None)
     for rows, queries, keys, shown in _seen(documents, others, *orders, query.shape[0]):
-        given = query[rows, :, queries], key[rows, :, keys], value[rows, :, keys]
-        found, logs = _FORWARD(*given, 0.0, False, attn_mask=_added(shown, query), scale=scale)
+        block_inputs = query[rows, :, queries], key[rows, :, keys], value[rows, :, keys]
+        block_out, block_sums = _FORWARD(*block_inputs, 0.0, False, attn_mask=_added(shown, query), scale=scale)
         if shown is not None:
             sees = shown.any(1).unsqueeze(-1)
-            found, logs = torch.where(sees, found, 0.0), torch.where(sees.squeeze(-1), logs, -torch.inf)
-        out[rows, :, queries], sums[rows, :, queries] = found, logs
+            block_out, block_sums = (
+                torch.where(sees, block_out, 0.0),
+                torch.where(sees.squeeze(-1), block_sums, -torch.inf),
+            )
+        out[rows, :, queries], sums[rows, :, queries] = block_out, block_sums
     return out, sums
 
 
@@ -191,17 +194,19 @@ def _block_backward(
     orders = (order, other_order) if is_causal else (None, None)
     for rows, queries, keys, shown in _seen(documents, others, *orders, query.shape[0]):
         parts = (queries, queries, keys, keys, queries, queries)
-        given = (x[rows, :, at] for x, at in zip((grad_out, query, key, value, out, logsumexp), parts, strict=True))
-        found = _BACKWARD(*given, 0.0, False, attn_mask=_added(shown, query), scale=scale)
-        for grad, mine, at in zip(grads, found, (queries, keys, keys), strict=True):
-            grad[rows, :, at] = mine
+        block_inputs = (
+            x[rows, :, at] for x, at in zip((grad_out, query, key, value, out, logsumexp), parts, strict=True)
+        )
+        block_grads = _BACKWARD(*block_inputs, 0.0, False, attn_mask=_added(shown, query), scale=scale)
+        for grad, block_grad, at in zip(grads, block_grads, (queries, keys, keys), strict=True):
+            grad[rows, :, at] = block_grad
     return grads[0], grads[1], grads[2]
 
 
 def _like_forward(query: Tensor, key: Tensor, value: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     rows, heads, length = query.shape[:3]
-    kept = torch.float32 if query.dtype in (torch.bfloat16, torch.float16) else query.dtype
-    sums = torch.empty((rows, length, heads), dtype=kept, device=query.device).transpose(1, 2)
+    sum_dtype = torch.float32 if query.dtype in (torch.bfloat16, torch.float16) else query.dtype
+    sums = torch.empty((rows, length, heads), dtype=sum_dtype, device=query.device).transpose(1, 2)
     return torch.empty_like(query), sums
 
 

@@ -133,8 +133,8 @@ def _title(program: Program) -> str:
 
 
 def _facts(program: Program) -> str:
-    held = f"{len(program.params)} parameters of {sum(spec.numel for spec in program.params.values())} elements"
-    return f"# {held}; facts: {', '.join(sorted(program.facts)) or 'none'}"
+    parameters = f"{len(program.params)} parameters of {sum(spec.numel for spec in program.params.values())} elements"
+    return f"# {parameters}; facts: {', '.join(sorted(program.facts)) or 'none'}"
 
 
 def _signature(program: Program) -> Iterator[tuple[str, fx.Node | None]]:

@@ -389,8 +389,8 @@ class Program:
 
     def add_input(self, port: Port, fake: torch.Tensor, record: NodeInfo, *, name: str) -> fx.Node:
         """Append a placeholder after the last one, and its port; `fake` is its fake value."""
-        held = self.placeholders()
-        with self.graph.inserting_after(held[-1]) if held else self.graph.inserting_before():
+        placeholders = self.placeholders()
+        with self.graph.inserting_after(placeholders[-1]) if placeholders else self.graph.inserting_before():
             node = self.graph.placeholder(name)
         set_info(node, record)
         node.meta["val"] = fake
@@ -414,9 +414,9 @@ class Program:
 
     def number_input(self, port: Port, record: NodeInfo, *, name: str) -> fx.Node:
         """Return the 0-dim int64 input with this role and name; add it where there is none."""
-        found = self.input_nodes(port.role).get(port.name)  # type: ignore[arg-type]
-        if found is not None:
-            return found
+        node = self.input_nodes(port.role).get(port.name)  # type: ignore[arg-type]
+        if node is not None:
+            return node
         params = self.input_nodes(InputRole.PARAMETER).values()
         device = next((value(n).device for n in params), None)
         with self.fake_mode:

@@ -120,10 +120,10 @@ def _decode_sizes(data: dict[str, Any]) -> Sizes:
     for size in (*every["symbols"], *every["tied"]):
         if not size.name.isidentifier():
             raise ValueError(f"{size.name!r} is no name")
-    found = Sizes(**every, guards=tuple(SizeGuard(**row) for row in data["guards"]))
-    for guard in found.guards:
-        symbols.refuse_code(guard.condition, found.names)
-    return found
+    sizes = Sizes(**every, guards=tuple(SizeGuard(**row) for row in data["guards"]))
+    for guard in sizes.guards:
+        symbols.refuse_code(guard.condition, sizes.names)
+    return sizes
 
 
 def from_json(data: dict[str, Any]) -> Program:
@@ -290,18 +290,18 @@ def _encode_record(record: NodeInfo | Port | ParamSpec) -> dict[str, Any]:
 
 def _encode_constants(program: Program, all_data: bool) -> dict[str, Any]:
     """Return the constants that get_attr nodes read: with the bytes of a real tensor, the type alone of a fake one."""
-    found: dict[str, Any] = {}
+    constants: dict[str, Any] = {}
     for node in program.graph.find_nodes(op="get_attr"):
         name, where = str(node.target), f"node {node.name!r}"
-        held = operator.attrgetter(name)(program.module)
-        if not isinstance(held, torch.Tensor):
-            what = f"constant {name!r} of type {type(held).__name__} has no JSON form"
+        constant = operator.attrgetter(name)(program.module)
+        if not isinstance(constant, torch.Tensor):
+            what = f"constant {name!r} of type {type(constant).__name__} has no JSON form"
             raise UnsupportedError(what, where=where)
-        found[name] = _encode_type(held)
-        if isinstance(held, FakeTensor) or held.is_meta:
+        constants[name] = _encode_type(constant)
+        if isinstance(constant, FakeTensor) or constant.is_meta:
             continue
-        held = held.detach().resolve_conj().resolve_neg()
-        span = held.as_strided((_span(held),), (1,))
+        constant = constant.detach().resolve_conj().resolve_neg()
+        span = constant.as_strided((_span(constant),), (1,))
         if span.nbytes > MAX_CONSTANT_BYTES and not all_data:
             continue
         if span.nbytes > MAX_CONSTANT_BYTES:
@@ -312,8 +312,8 @@ def _encode_constants(program: Program, all_data: bool) -> dict[str, Any]:
                 hint="register it as a buffer of the model: it is then an input of the program",
             )
         raw = span.cpu().view(torch.uint8).numpy().tobytes()
-        found[name]["data"] = base64.b64encode(raw).decode("ascii")
-    return found
+        constants[name]["data"] = base64.b64encode(raw).decode("ascii")
+    return constants
 
 
 def _span(tensor: torch.Tensor) -> int:
@@ -340,8 +340,8 @@ class _Loader:
     def program(self) -> Program:
         data = self.data
         root = nn.Module()
-        for name, held in data["constants"].items():
-            self.constant(root, name, held)
+        for name, entry in data["constants"].items():
+            self.constant(root, name, entry)
         graph = fx.Graph()
         for row in data["nodes"]:
             self.node(graph, row)
@@ -454,22 +454,22 @@ class _Loader:
                 needed = f"its type needs {_span(shape) * shape.element_size()}"
                 raise ZgraphError(f"constant {name!r} has {len(raw)} bytes", why=needed)
             flat = torch.frombuffer(raw, dtype=shape.dtype) if raw else torch.empty(0, dtype=shape.dtype)
-            made = flat.as_strided(shape.shape, shape.stride())
+            tensor = flat.as_strided(shape.shape, shape.stride())
             try:
-                made = made.to(held["device"])
+                tensor = tensor.to(held["device"])
             except (RuntimeError, AssertionError) as error:
                 raise ZgraphError(
                     f"constant {name!r} can't be put on {held['device']!r} here",
                     why=str(error).splitlines()[0],
                 ) from error
         else:
-            made = self.fake(held)
+            tensor = self.fake(held)
         *path, leaf = name.split(".")
         for part in path:
             if not hasattr(root, part):
                 root.add_module(part, nn.Module())
             root = getattr(root, part)
-        root.register_buffer(leaf, made)
+        root.register_buffer(leaf, tensor)
 
     def fields(self, record: dict[str, Any]) -> dict[str, Any]:
         return {key: self.decode(value) for key, value in record.items()}
@@ -488,10 +488,10 @@ def _empty(kind: dict[str, Any]) -> torch.Tensor:
 
 def _named(kind: type, name: str) -> Any:
     """Return the torch.dtype, memory format or layout of this name."""
-    found = getattr(torch, name, None)
-    if not isinstance(found, kind):
+    member = getattr(torch, name, None)
+    if not isinstance(member, kind):
         raise ZgraphError(f"torch has no {kind.__name__} {name!r}")
-    return found
+    return member
 
 
 def _target(name: str) -> Any:
@@ -501,12 +501,12 @@ def _target(name: str) -> Any:
     namespace, _, rest = name.partition(".")
     packet, _, overload = rest.rpartition(".")
     try:
-        found = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+        op = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
     except (AttributeError, RuntimeError):
-        found = None
-    if not isinstance(found, torch._ops.OpOverload):
+        op = None
+    if not isinstance(op, torch._ops.OpOverload):
         raise ZgraphError(
             f"there is no operator {name!r} here",
             hint=f"import the package that registers the operators of {namespace!r} first",
         )
-    return found
+    return op

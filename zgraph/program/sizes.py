@@ -211,22 +211,22 @@ def number_node(graph: fx.Graph, size: Any, beside: Collection[fx.Node] = ()) ->
 
     Nodes in `beside` are left out. Where there is none the arithmetic is inserted behind the inputs.
     """
-    found = symbols.expression(size)
-    if isinstance(found, int):
-        return found
+    expr = symbols.expression(size)
+    if isinstance(expr, int):
+        return expr
     numbers = [n for n in graph.nodes if isinstance(n.meta.get("val"), torch.SymInt) and n not in beside]
     for node in numbers:
-        if symbols.expression(node.meta["val"]) == found:
+        if symbols.expression(node.meta["val"]) == expr:
             return node
     places = {symbols.expression(n.meta["val"]): n for n in numbers if n.op == "placeholder"}
     last = graph.find_nodes(op="placeholder")[-1]
     before = set(graph.nodes)
     with graph.inserting_before(last.next):
-        made = symbols.calculation(found, places, graph)
+        new_node = symbols.calculation(expr, places, graph)
     for node in graph.nodes:
         if node not in before:
             evaluate_number(node, next(iter(places.values())))
-    return made
+    return new_node
 
 
 def evaluate_number(node: fx.Node, like: fx.Node) -> None:
@@ -276,15 +276,17 @@ def remade(program: P, typical: Mapping[str, int] | None = None) -> P:
 
 def new_mode(sizes: Sequence[ProgramSize], point: Mapping[str, int]) -> tuple[Any, dict[str, torch.SymInt]]:
     """Return (a fake mode, its symbolic sizes by name) with the values of `point` as hints."""
-    mode, found = symbols.new_mode({s.name: (s.low, s.high, point[s.name]) for s in sizes})
-    named(mode, found)
-    return mode, found
+    mode, symbolic_sizes = symbols.new_mode({s.name: (s.low, s.high, point[s.name]) for s in sizes})
+    named(mode, symbolic_sizes)
+    return mode, symbolic_sizes
 
 
 def static_at(program: P, point: Mapping[str, int]) -> P:
     """Return a static copy of the program at these sizes: all of its sizes are numbers."""
-    made: Any = converted(program, FakeTensorMode(), {s.name: point[s.name] for s in program.sizes.symbols}, NO_SIZES)
-    numbers = [n for n in made.graph.nodes if type(n.meta.get("val")) in (int, float)]
+    new_program: Any = converted(
+        program, FakeTensorMode(), {s.name: point[s.name] for s in program.sizes.symbols}, NO_SIZES
+    )
+    numbers = [n for n in new_program.graph.nodes if type(n.meta.get("val")) in (int, float)]
     for node in numbers:
         if node.op == "call_function":  # (as Python calculates it: an expression's value may be rounded otherwise)
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
@@ -294,11 +296,11 @@ def static_at(program: P, point: Mapping[str, int]) -> P:
         for user in list(node.users):
             replace_number(user, node, number)
         if node.op == "placeholder":
-            made.remove_input(node)
+            new_program.remove_input(node)
         else:
-            made.graph.erase_node(node)
-    made.recompile()
-    return made  # type: ignore[no-any-return]
+            new_program.graph.erase_node(node)
+    new_program.recompile()
+    return new_program  # type: ignore[no-any-return]
 
 
 def replace_number(user: fx.Node, node: fx.Node, number: fx.Node | int) -> None:
@@ -309,7 +311,7 @@ def replace_number(user: fx.Node, node: fx.Node, number: fx.Node | int) -> None:
 
 def converted(program: P, mode: Any, sizes: Mapping[str, Any], known: Sizes) -> P:
     """Return a copy in the fake mode `mode`, whose values have these `sizes` by name in place of symbols."""
-    made: Any = program.snapshot()
+    new_program: Any = program.snapshot()
     env = program.fake_mode.shape_env
     by_symbol = {s: sizes[name] for s, name in _names[env].items() if name in sizes}
     target = getattr(mode, "shape_env", None)
@@ -318,20 +320,20 @@ def converted(program: P, mode: Any, sizes: Mapping[str, Any], known: Sizes) -> 
     def number(size: Any) -> Any:
         if not is_symbolic(size):
             return size
-        found, kind = size.node.expr, float if isinstance(size, torch.SymFloat) else int
-        if (found, kind) not in numbers:
-            numbers[found, kind] = symbols.substituted(found, by_symbol, target, kind)
-        return numbers[found, kind]
+        expr, kind = size.node.expr, float if isinstance(size, torch.SymFloat) else int
+        if (expr, kind) not in numbers:
+            numbers[expr, kind] = symbols.substituted(expr, by_symbol, target, kind)
+        return numbers[expr, kind]
 
     if known and target is not None:
         old_to_new = {s: v.node.expr for s, v in by_symbol.items() if isinstance(v, torch.SymInt)}
         for guard in symbols.guards(env):
             symbols.assume(target, symbols.condition_of(env, guard.condition, old_to_new))
-    for node in made.graph.nodes:
+    for node in new_program.graph.nodes:
         if "val" in node.meta:
             node.meta["val"] = _convert(node.meta["val"], mode, number)
-    made.fake_mode, made.sizes = mode, known
-    return made  # type: ignore[no-any-return]
+    new_program.fake_mode, new_program.sizes = mode, known
+    return new_program  # type: ignore[no-any-return]
 
 
 def seal(program: _Program) -> None:
@@ -356,8 +358,8 @@ def guards_of(env: Any) -> list[SizeGuard]:
 def _convert(val: Any, mode: Any, number: Callable[[Any], Any]) -> Any:
     if isinstance(val, torch.Tensor):
         shape, stride = [number(s) for s in val.shape], [number(s) for s in val.stride()]
-        made = fake_tensors.empty(mode, shape, stride, val.dtype, val.device)
-        return made.requires_grad_() if val.requires_grad else made
+        fake = fake_tensors.empty(mode, shape, stride, val.dtype, val.device)
+        return fake.requires_grad_() if val.requires_grad else fake
     if isinstance(val, (tuple, list)):
         return type(val)(_convert(v, mode, number) for v in val)
     return number(val)

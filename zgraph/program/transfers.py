@@ -54,17 +54,17 @@ def mark_by_graph(program: Program) -> None:
 
 def _around(start: fx.Node) -> list[fx.Node]:
     """Return a start, its wait, the layout nodes that serve it alone, and the release of what it gathers."""
-    found = [start]
+    nodes = [start]
     operand = start.all_input_nodes[0]
     while operand.op == "call_function" and info(operand).role is Role.LAYOUT and len(operand.users) == 1:
-        found.append(operand)
+        nodes.append(operand)
         operand = operand.all_input_nodes[0]
     at = collectives.wait_of(start)
     while at is not None:
-        found.append(at)
+        nodes.append(at)
         releases = [user for user in at.users if user.op != "output" and info(user).role is Role.RELEASE]
         readers = [user for user in at.users if user not in releases]
-        found += releases
+        nodes += releases
         only = readers[0] if len(readers) == 1 and readers[0].op != "output" else None
         at = only if only is not None and info(only).role is Role.LAYOUT else None
-    return found
+    return nodes
