@@ -224,8 +224,8 @@ class _Search:
         refused: str | None = None
         values = ValueCache()
         for at, point in enumerate(points):
-            said = self._refusal(point, values) if refused is None else None
-            refused = refused or said
+            refusal = self._refusal(point, values) if refused is None else None
+            refused = refused or refusal
             try:
                 now = point.run()
             except Exception:
@@ -242,12 +242,14 @@ class _Search:
             self.stages.append(Stage(program, point.name, point.bitwise, not bits, worst))
             broken = bits if point.bitwise else []
             if known:  # (after a fault, tensors that were wrong before say nothing: they may carry it on)
-                beyond, broken, said = [d for d in beyond if (d.what, d.name) in before[d.rank]], [], None
+                beyond, broken, refusal = [d for d in beyond if (d.what, d.name) in before[d.rank]], [], None
             known |= {(d.what, d.name, d.rank) for d in beyond}
-            if beyond or broken or said:
+            if beyond or broken or refusal:
                 changed = self._changes(last, point)
-                found = Culprit(program, point.name, point.summary, said, _sorted(beyond), _sorted(broken), changed)
-                self.found.append((at, found))
+                culprit = Culprit(
+                    program, point.name, point.summary, refusal, _sorted(beyond), _sorted(broken), changed
+                )
+                self.found.append((at, culprit))
             if not now:
                 break
             last, before = point, now

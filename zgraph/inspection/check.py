@@ -145,9 +145,9 @@ class _Checks:
             if lacking:
                 skipped[name] = f"needs {' and '.join(lacking)}"
                 continue
-            found = list(_caught(name, look))
-            findings += [f for f in found if (f.what, f.where) not in {(g.what, g.where) for g in findings}]
-            if not any(f.level == ERROR for f in found):
+            new_findings = list(_caught(name, look))
+            findings += [f for f in new_findings if (f.what, f.where) not in {(g.what, g.where) for g in findings}]
+            if not any(f.level == ERROR for f in new_findings):
                 passed.append(name)
         return Checked(self.world, tuple(findings), tuple(passed), skipped)
 
@@ -214,36 +214,38 @@ class _Checks:
     def _hardware(self) -> Iterator[Finding]:
         assert self.plan is not None
         name = self.device or self.plan.named_hardware or self.otherwise
-        found = hardware(name) if name is not None else hardware_like("cuda" if torch.cuda.is_available() else "cpu")
-        self.hardware = found
+        device_hardware = (
+            hardware(name) if name is not None else hardware_like("cuda" if torch.cuda.is_available() else "cpu")
+        )
+        self.hardware = device_hardware
         fits = True
         for dim in self.plan.mesh:
             try:
-                found.link(dim)
+                device_hardware.link(dim)
             except PlanError as error:
                 fits = False
                 yield _finding("hardware", error)
         precision = self.plan.resolved_precision()
         low = precision.compute or precision.parameter or "float32"
-        if low not in found.flops:
+        if low not in device_hardware.flops:
             yield Finding(
                 "hardware",
                 NOTE,
-                f"{found.name} has no rate for {low}",
+                f"{device_hardware.name} has no rate for {low}",
                 why="its products are taken to run as in float32",
             )
         budget = self.plan.memory_budget
-        if budget is not None and budget > found.capacity:
+        if budget is not None and budget > device_hardware.capacity:
             yield Finding(
                 "hardware",
                 ERROR,
-                f"the budget is more than {found.name} has",
+                f"the budget is more than {device_hardware.name} has",
                 where="memory_budget",
-                why=f"{shown_bytes(budget)} of {shown_bytes(found.capacity)}",
-                hint=f"memory_budget={int(found.capacity * RESERVE)}",
+                why=f"{shown_bytes(budget)} of {shown_bytes(device_hardware.capacity)}",
+                hint=f"memory_budget={int(device_hardware.capacity * RESERVE)}",
             )
         if fits:
-            self.costs = Costs(found, fused=self.plan.backend == "inductor")
+            self.costs = Costs(device_hardware, fused=self.plan.backend == "inductor")
 
     def _target(self) -> Iterator[Finding]:
         self.model, self.inputs = self.find()
@@ -277,9 +279,9 @@ class _Checks:
         fits = not broken
         while True:
             try:
-                kept = plan.model_copy(update=changes)
+                sound_plan = plan.model_copy(update=changes)
                 variants = [(v, t) for v in (Variant(), Variant(reduce=False)) for t in (True, False)]
-                pipelines = [build(kept, v, training=t, costs=costs) for v, t in variants]
+                pipelines = [build(sound_plan, v, training=t, costs=costs) for v, t in variants]
                 break
             except PlanError as error:  # (a pass is to run at a position that the pipeline lacks)
                 fits = False
@@ -289,7 +291,7 @@ class _Checks:
                     return
                 changes["passes"] = tuple(p for p in changes["passes"] if p != lost)
         told: set[str] = set()
-        for passes in [*pipelines, build_update_passes(kept)]:
+        for passes in [*pipelines, build_update_passes(sound_plan)]:
             for fault in PassManager(passes).faults():
                 fits = False
                 if str(fault) not in told:
@@ -335,9 +337,9 @@ class _Checks:
     def _unmatched(self, field: str) -> Iterator[Finding]:
         """Yield the patterns of one field that match nothing, and remove them from the plan for the later checks."""
         assert self.plan is not None and self.model is not None
-        found = [f for f in unmatched(self.plan, self.model) if f.field == field]
-        yield from (_finding(field, f.error) for f in found)
-        self.plan = without(self.plan, found)
+        patterns = [f for f in unmatched(self.plan, self.model) if f.field == field]
+        yield from (_finding(field, f.error) for f in patterns)
+        self.plan = without(self.plan, patterns)
 
     def _precision(self) -> Iterator[Finding]:
         assert self.plan is not None and self.model is not None and self.specs is not None
@@ -386,17 +388,17 @@ class _Checks:
         assert self.plan is not None and self.model is not None and self.specs is not None
         plan, known = self._placed(), self.updatable is not None
         if "cpu" in plan.offload.tiers():
-            held = sum(s.rank_bytes for s in self.specs.values() if s.home == "cpu")
+            host_bytes = sum(s.rank_bytes for s in self.specs.values() if s.home == "cpu")
             if known and plan.offload.tier("optimizer") == "cpu":
-                held += state_bytes(self.model, self.specs, plan)
+                host_bytes += state_bytes(self.model, self.specs, plan)
                 if plan.offload.gradients:
-                    held += sum(s.grad_bytes for s in self.specs.values() if s.home is None)
-            if held > host_free():
+                    host_bytes += sum(s.grad_bytes for s in self.specs.values() if s.home is None)
+            if host_bytes > host_free():
                 yield Finding(
                     "offload",
                     WARNING,
                     "what is offloaded to the host has no room in this one's memory",
-                    why=f"{shown_bytes(held)} of each rank, {shown_bytes(host_free())} are free",
+                    why=f"{shown_bytes(host_bytes)} of each rank, {shown_bytes(host_free())} are free",
                 )
         folder = plan.offload.folder()
         if folder is not None and "nvme" in plan.offload.tiers():
@@ -501,8 +503,8 @@ class _Checks:
 
     def _gradients(self) -> Iterator[Finding]:
         assert self.captured is not None
-        made = {p.name for p in self.captured.outputs if p.role is OutputRole.GRADIENT and p.of is InputRole.PARAMETER}
-        without = [n for n, s in self.captured.params.items() if s.requires_grad and n not in made]
+        names = {p.name for p in self.captured.outputs if p.role is OutputRole.GRADIENT and p.of is InputRole.PARAMETER}
+        without = [n for n, s in self.captured.params.items() if s.requires_grad and n not in names]
         if without:
             yield Finding(
                 "gradients",
@@ -530,7 +532,7 @@ class _Checks:
             yield from self._stages(plan, limit)
             return
         try:
-            found = of_model(model, plan, inputs, self.world, captured=self.captured)
+            inspection = of_model(model, plan, inputs, self.world, captured=self.captured)
         except PlanError as error:
             if error.where != "memory_budget":
                 raise
@@ -542,7 +544,7 @@ class _Checks:
                 hint=self._fitting(limit),
             )
             return
-        peak = peak_of(found)
+        peak = peak_of(inspection)
         holders = [f"{h.node} {shown_bytes(h.bytes)} ({h.category}, {h.module})" for h in peak.holders[:NAMED]]
         said = f"{shown_bytes(peak.bytes)} in {peak.program} at {peak.node}"
         if peak.bytes > limit:
@@ -565,10 +567,10 @@ class _Checks:
         assert (
             self.model is not None and self.inputs is not None and self.world is not None and self.hardware is not None
         )
-        found = forecast_pipeline(self.model, plan, self.inputs, self.world, self.captured)
-        worst, capacity = found.worst, self.hardware.capacity
+        forecast = forecast_pipeline(self.model, plan, self.inputs, self.world, self.captured)
+        worst, capacity = forecast.worst, self.hardware.capacity
         said = f"{shown_bytes(worst.peak)} on rank {worst.rank} of pp, in {worst.where}"
-        bubble = f"{len(found.stages)} stages on {len(found.ranks)} ranks idle for {found.timeline.bubble:.1%} of {plan.schedule}'s time"
+        bubble = f"{len(forecast.stages)} stages on {len(forecast.ranks)} ranks idle for {forecast.timeline.bubble:.1%} of {plan.schedule}'s time"
         yield Finding("memory", NOTE, bubble)
         if worst.peak <= limit:
             yield Finding("memory", NOTE, f"the peak is {said}: {worst.peak / capacity:.1%} of {self.hardware.name}")

@@ -80,9 +80,9 @@ def evaluate(
             whole = forecast_pipeline(model, plan, inputs, world)
             peak, bubble = whole.worst.peak, whole.timeline.bubble
             return Evaluation(name, plan, limit, whole.seconds, whole.exposed, peak, bubble=bubble)
-        found = of_model(model, plan, inputs, world)
-        step = found.forecast
-        return Evaluation(name, plan, limit, step.seconds, step.exposed, peak_of(found).bytes)
+        inspection = of_model(model, plan, inputs, world)
+        step = inspection.forecast
+        return Evaluation(name, plan, limit, step.seconds, step.exposed, peak_of(inspection).bytes)
     except ZgraphError as error:
         return Evaluation(name, plan, limit, problem="; ".join(text for text in (error.what, error.why) if text))
 
@@ -103,15 +103,15 @@ def search(
     """Evaluate plans like `base` with every ZeRO stage and 1, 2, 4 … micro-batches (an elastic plan's own number),
     within `limit` bytes; return them `ranked`, and whether all were evaluated. `said` is called with each plan's name
     before. An interrupt (KeyboardInterrupt) ends the search early."""
-    found: list[Evaluation] = []
+    evaluations: list[Evaluation] = []
     try:
         for plan in _variations(base, inputs, world, limit):
             name = f"zero={plan.zero} micro_batches={plan.for_world(world).micro_batches}"
             said(name)
-            found.append(evaluate(model, inputs, plan, world, name, limit))
+            evaluations.append(evaluate(model, inputs, plan, world, name, limit))
     except KeyboardInterrupt:
-        return ranked(found), False
-    return ranked(found), True
+        return ranked(evaluations), False
+    return ranked(evaluations), True
 
 
 def _variations(base: Plan, inputs: Inputs, world: int, limit: int) -> Iterator[Plan]:

@@ -99,14 +99,16 @@ def beside(inspection: Inspection, profile: dict[str, Any]) -> Comparison:
     rows: list[Row] = []
     ranges: list[tuple[str, float, float, int]] = []
     strange: Counter[str] = Counter()
-    for name, found in runs.items():
+    for name, program_runs in runs.items():
         nodes, forecast = _nodes(inspection, name)
         if not nodes or forecast is None:
             continue
         expected = _expected(nodes, forecast)
-        rows += _rows(name, nodes, expected, found)
-        ranges.append((name, sum(expected.values()), statistics.median(r.seconds for r in found), len(found)))
-        strange += _strange(nodes, found[0])
+        rows += _rows(name, nodes, expected, program_runs)
+        ranges.append(
+            (name, sum(expected.values()), statistics.median(r.seconds for r in program_runs), len(program_runs))
+        )
+        strange += _strange(nodes, program_runs[0])
     return Comparison(tuple(rows), tuple(ranges), dict(strange.most_common()))
 
 
@@ -118,17 +120,17 @@ def _runs(events: list[dict[str, Any]]) -> dict[str, list[_Run]]:
         if event.get("cat") in ("cpu_op", "user_annotation"):
             by_thread[event.get("pid"), event.get("tid")].append(event)
     kernels = _launches(events)
-    found: dict[str, list[_Run]] = defaultdict(list)
-    for thread, mine in by_thread.items():
-        mine.sort(key=lambda e: (e["ts"], -e["dur"]))
-        starts = [e["ts"] for e in mine]
-        for at, event in enumerate(mine):
+    runs: dict[str, list[_Run]] = defaultdict(list)
+    for thread, own_events in by_thread.items():
+        own_events.sort(key=lambda e: (e["ts"], -e["dur"]))
+        starts = [e["ts"] for e in own_events]
+        for at, event in enumerate(own_events):
             if event.get("cat") != "user_annotation" or not _RANGE.match(event["name"]):
                 continue
             end = event["ts"] + event["dur"]
-            inside = mine[at + 1 : bisect.bisect_left(starts, end)]
-            found[event["name"].removeprefix("zgraph:")].append(_run(event, inside, kernels.get(thread)))
-    return _joined(found)
+            inside = own_events[at + 1 : bisect.bisect_left(starts, end)]
+            runs[event["name"].removeprefix("zgraph:")].append(_run(event, inside, kernels.get(thread)))
+    return _joined(runs)
 
 
 def _joined(found: dict[str, list[_Run]]) -> dict[str, list[_Run]]:
@@ -154,17 +156,17 @@ def _joined(found: dict[str, list[_Run]]) -> dict[str, list[_Run]]:
 def _launches(events: list[dict[str, Any]]) -> dict[Any, list[tuple[float, float]]]:
     """Return (when it was launched, microseconds on the device) of each kernel, in order, by the thread that launched
     it."""
-    lasted: dict[Any, float] = defaultdict(float)
+    durations: dict[Any, float] = defaultdict(float)
     for event in events:
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
-            lasted[event.get("args", {}).get("correlation")] += event["dur"]
-    found: dict[Any, list[tuple[float, float]]] = defaultdict(list)
+            durations[event.get("args", {}).get("correlation")] += event["dur"]
+    launches: dict[Any, list[tuple[float, float]]] = defaultdict(list)
     for event in events:
         if event.get("cat") in ("cuda_runtime", "cuda_driver"):
             correlation = event.get("args", {}).get("correlation")
-            if correlation in lasted:
-                found[event.get("pid"), event.get("tid")].append((event["ts"], lasted[correlation]))
-    return {thread: sorted(launched) for thread, launched in found.items()}
+            if correlation in durations:
+                launches[event.get("pid"), event.get("tid")].append((event["ts"], durations[correlation]))
+    return {thread: sorted(launched) for thread, launched in launches.items()}
 
 
 def _run(event: dict[str, Any], inside: Iterable[dict[str, Any]], kernels: list[tuple[float, float]] | None) -> _Run:
@@ -221,14 +223,14 @@ def _part(way: PassTrace, name: str) -> str | None:
 def _expected(nodes: list[fx.Node], forecast: Forecast) -> dict[str, float]:
     """Return the simulated seconds of each node that computes, starts a transfer or waits for one."""
     names = {n.name for n in nodes}
-    found = {n.name: 0.0 for n in nodes if computes(n) or collectives.is_start(n) or collectives.is_wait(n)}
+    seconds = {n.name: 0.0 for n in nodes if computes(n) or collectives.is_start(n) or collectives.is_wait(n)}
     for span in forecast.spans:
         if span.lane in ("compute", "host") and span.node in names:
-            found[span.node] = found.get(span.node, 0.0) + span.seconds
+            seconds[span.node] = seconds.get(span.node, 0.0) + span.seconds
     for stall in forecast.stalls:
         if stall.node in names:
-            found[stall.node] = found.get(stall.node, 0.0) + stall.seconds
-    return found
+            seconds[stall.node] = seconds.get(stall.node, 0.0) + stall.seconds
+    return seconds
 
 
 def _strange(nodes: list[fx.Node], run: _Run) -> Counter[str]:

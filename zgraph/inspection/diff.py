@@ -86,11 +86,11 @@ class Difference:
         return not (self.added or self.removed or self.moved or self.changed)
 
     def to_json(self) -> dict[str, Any]:
-        found = {key: [asdict(r) for r in getattr(self, key)] for key in ("added", "removed", "moved", "changed")}
+        rows = {key: [asdict(r) for r in getattr(self, key)] for key in ("added", "removed", "moved", "changed")}
         keys = ("before", "after")
         return {
             **{key: getattr(self, key) for key in keys},
-            **found,
+            **rows,
             "bytes": dict(zip(("removed", "added"), self.bytes, strict=True)),
             "nodes": dict(zip(keys, self.nodes, strict=True)),
             "figures": {key: asdict(f) for key, f in zip(keys, self.figures, strict=True)},
@@ -99,16 +99,16 @@ class Difference:
     def by_operator(self) -> list[tuple[str, str, int, int]]:
         """Return (what happened, operator and role, number of nodes, bytes), in the order added, removed, moved,
         changed, each the most nodes first."""
-        found: Counter[tuple[str, str]] = Counter()
+        counts: Counter[tuple[str, str]] = Counter()
         size: Counter[tuple[str, str]] = Counter()
         for what in ("added", "removed", "moved", "changed"):
             for row in getattr(self, what):
                 key = what, f"{row.operator}{f' ({row.role})' if row.role != 'compute' else ''}"
-                found[key] += 1
+                counts[key] += 1
                 size[key] += row.bytes
         order = ("added", "removed", "moved", "changed")
-        ranked = sorted(found, key=lambda k: (order.index(k[0]), -found[k], k[1]))
-        return [(what, operator, found[what, operator], size[what, operator]) for what, operator in ranked]
+        ranked = sorted(counts, key=lambda k: (order.index(k[0]), -counts[k], k[1]))
+        return [(what, operator, counts[what, operator], size[what, operator]) for what, operator in ranked]
 
 
 def compare(
@@ -197,9 +197,9 @@ def _longest_increasing(numbers: list[int]) -> set[int]:
             where.append(i)
         else:
             ends[length], where[length] = number, i
-    found: set[int] = set()
+    positions: set[int] = set()
     i = where[-1] if where else -1
     while i >= 0:
-        found.add(i)
+        positions.add(i)
         i = before[i]
-    return found
+    return positions

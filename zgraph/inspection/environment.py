@@ -77,8 +77,8 @@ def environment() -> Environment:
         "disks": _disks,
         "limits": _limits,
     }
-    found = {name: _said(look) for name, look in sections.items()}
-    return Environment(**found, missing=tuple(_missing(found)))
+    facts = {name: _said(look) for name, look in sections.items()}
+    return Environment(**facts, missing=tuple(_missing(facts)))
 
 
 def _said(look: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -96,15 +96,15 @@ def _plain(text: str) -> str:
 
 # -- sections -----------------------------------------------------------------------------------------------------------
 def _versions() -> dict[str, Any]:
-    found: dict[str, Any] = {"zgraph": __version__, "python": platform.python_version()}
+    versions: dict[str, Any] = {"zgraph": __version__, "python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    found["torch's CUDA"] = _said(lambda: {"found": importlib.import_module("torch").version.cuda}).get("found")
-    found["compiler"] = _said(lambda: {"found": _compiler()}).get("found")
-    return found
+            versions[name] = None
+    versions["torch's CUDA"] = _said(lambda: {"found": importlib.import_module("torch").version.cuda}).get("found")
+    versions["compiler"] = _said(lambda: {"found": _compiler()}).get("found")
+    return versions
 
 
 def _compiler() -> str | None:
@@ -128,7 +128,7 @@ def _system() -> dict[str, Any]:
 
 def _cpu() -> dict[str, Any]:
     names = re.findall(r"^model name\s*:\s*(.+)$", text_of("/proc/cpuinfo"), re.MULTILINE)
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "name": names[0] if names else platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "cores of this process": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -139,17 +139,17 @@ def _cpu() -> dict[str, Any]:
 
         from zgraph.codegen import cpu_gemm
 
-        found = {"torch's threads": torch.get_num_threads(), "vectors": torch.backends.cpu.get_cpu_capability()}
-        return found | {"products of Inductor's code": "oneDNN" if cpu_gemm.onednn() else "torch's own library"}
+        torch_facts = {"torch's threads": torch.get_num_threads(), "vectors": torch.backends.cpu.get_cpu_capability()}
+        return torch_facts | {"products of Inductor's code": "oneDNN" if cpu_gemm.onednn() else "torch's own library"}
 
-    return found | _said(of_torch)
+    return facts | _said(of_torch)
 
 
 def _memory() -> dict[str, Any]:
     rows = dict(re.findall(r"^(\w+):\s+(\d+) kB", text_of("/proc/meminfo"), re.MULTILINE))
-    found: dict[str, Any] = {"total_bytes": int(rows["MemTotal"]) * 1024} if "MemTotal" in rows else {}
-    found["swap_bytes"] = int(rows.get("SwapTotal", 0)) * 1024
-    return found | {"free_bytes": host_free()}
+    sizes: dict[str, Any] = {"total_bytes": int(rows["MemTotal"]) * 1024} if "MemTotal" in rows else {}
+    sizes["swap_bytes"] = int(rows.get("SwapTotal", 0)) * 1024
+    return sizes | {"free_bytes": host_free()}
 
 
 def _devices() -> dict[str, Any]:
@@ -157,16 +157,16 @@ def _devices() -> dict[str, Any]:
 
     if not torch.cuda.is_available():
         return {}
-    found: dict[str, Any] = {}
+    devices: dict[str, Any] = {}
     for at in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(at)
-        found[f"cuda:{at}"] = {
+        devices[f"cuda:{at}"] = {
             "name": facts.name,
             "memory_bytes": facts.total_memory,
             "capability": f"{facts.major}.{facts.minor}",
         }
     driver = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", text_of("/proc/driver/nvidia/version"))
-    return found | {"driver": driver[1] if driver else None}
+    return devices | {"driver": driver[1] if driver else None}
 
 
 def _links() -> dict[str, Any]:
@@ -176,14 +176,14 @@ def _links() -> dict[str, Any]:
     if not dist.is_available():
         return {"gloo": False, "nccl": None}
     nccl = dist.is_nccl_available() and torch.cuda.is_available()
-    found: dict[str, Any] = {"gloo": dist.is_gloo_available()}
-    found["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if nccl else None
+    links: dict[str, Any] = {"gloo": dist.is_gloo_available()}
+    links["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if nccl else None
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count > 1:
         peers = [(a, b) for a in range(count) for b in range(count) if a != b]
-        found["peer access"] = all(torch.cuda.can_device_access_peer(a, b) for a, b in peers)
-        found["nvlink"] = _said(_nvlink).get("found")
-    return found
+        links["peer access"] = all(torch.cuda.can_device_access_peer(a, b) for a, b in peers)
+        links["nvlink"] = _said(_nvlink).get("found")
+    return links
 
 
 def _nvlink() -> dict[str, Any]:
@@ -199,21 +199,21 @@ def _disks() -> dict[str, Any]:
     kinds = {row[1].replace(r"\040", " "): row[2] for row in mounts if len(row) > 2}
     folders = [Path.cwd(), Path(tempfile.gettempdir())]
     others = [Path(p) for p, kind in kinds.items() if kind not in _NO_DISKS and Path(p).is_dir()]
-    found: dict[str, Any] = {}
+    disks: dict[str, Any] = {}
     devices: set[int] = set()
     for folder in [*folders, *others]:
         if not os.access(folder, os.W_OK) or (folder in others and folder.stat().st_dev in devices):
             continue
         devices.add(folder.stat().st_dev)
-        found.setdefault(_plain(str(folder)), _said(partial(_disk, folder, kinds)))
-        if len(found) == MOUNTS:
+        disks.setdefault(_plain(str(folder)), _said(partial(_disk, folder, kinds)))
+        if len(disks) == MOUNTS:
             break
-    return found
+    return disks
 
 
 def _disk(folder: Path, kinds: dict[str, str]) -> dict[str, Any]:
     above = [p for p in kinds if folder == Path(p) or Path(p) in folder.parents]
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "filesystem": kinds[max(above, key=len)] if above else None,
         "free_bytes": shutil.disk_usage(folder).free,
     }
@@ -224,7 +224,7 @@ def _disk(folder: Path, kinds: dict[str, str]) -> dict[str, Any]:
         with FileStore(folder, threads=1) as store:
             return {"direct": store.direct}
 
-    return found | _said(direct)
+    return facts | _said(direct)
 
 
 def _limits() -> dict[str, Any]:
@@ -250,10 +250,10 @@ def _shown(name: str, value: str) -> str:
 # -- what is missing ----------------------------------------------------------------------------------------------------
 def _missing(found: dict[str, dict[str, Any]]) -> list[Missing]:
     versions, devices, links = found["versions"], found["devices"], found["links"]
-    made: list[Missing] = []
+    missing: list[Missing] = []
 
     def lacks(what: str, cost: str, hint: str) -> None:
-        made.append(Missing(what, cost, hint))
+        missing.append(Missing(what, cost, hint))
 
     broken = devices.get("error")
     if versions.get("torch") is None:
@@ -291,7 +291,7 @@ def _missing(found: dict[str, dict[str, Any]]) -> list[Missing]:
             )
     if versions.get("transformers") is None:
         lacks("transformers", "targets hf:DIR can't be read", "pip install transformers")
-    return made
+    return missing
 
 
 def _supported(version: str) -> bool:

@@ -121,9 +121,9 @@ def _peak(inspection: Inspection) -> Iterator[Statement]:
 
 
 def _missed(inspection: Inspection) -> Iterator[Statement]:
-    found = inspection.remarks()
-    yield from map(_missed_one, found)
-    if not found:
+    remarks = inspection.remarks()
+    yield from map(_missed_one, remarks)
+    if not remarks:
         yield Statement("nothing was missed", why="no pass left a remark of something that costs time")
 
 
@@ -401,10 +401,10 @@ def _why_once(inspection: Inspection, way: PassTrace, name: str) -> str:
 
 def _readers(node: fx.Node) -> list[fx.Node]:
     """Return the nodes that compute with a value, directly or through views."""
-    found = []
+    readers = []
     for user in node.users:
-        found += _readers(user) if aliased_input(user) is not None else [user]
-    return [n for n in found if has_info(n) and info(n).role is Role.COMPUTE]
+        readers += _readers(user) if aliased_input(user) is not None else [user]
+    return [n for n in readers if has_info(n) and info(n).role is Role.COMPUTE]
 
 
 def _for(start: fx.Node) -> Phase:

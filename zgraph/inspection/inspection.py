@@ -49,11 +49,11 @@ class PassTrace:
 
     def after(self, name: str) -> Snapshot:
         """Return the program after a pass. Raises `PassError` with the nearest right name."""
-        found = next((s for s in self.snapshots if s.name == name), None)
-        if found is None:
+        snapshot = next((s for s in self.snapshots if s.name == name), None)
+        if snapshot is None:
             hint = did_you_mean(name, [s.name for s in self.snapshots])
             raise PassError(f"there is no pass {name!r} in this pipeline", hint=hint)
-        return found
+        return snapshot
 
     def before(self, name: str) -> Snapshot | None:
         """Return the program that a pass was given; None for the capture."""
@@ -117,8 +117,8 @@ class Inspection:
     @property
     def update(self) -> PassTrace | None:
         """The update of the step: the last one made; None without one."""
-        found = [w for w in self.ways.values() if w.kind == UPDATE]
-        return found[-1] if found else None
+        updates = [w for w in self.ways.values() if w.kind == UPDATE]
+        return updates[-1] if updates else None
 
     def only(self, name: str | None) -> Inspection:
         """Return this inspection with only the step that this program belongs to and its update, or with only this
@@ -133,19 +133,19 @@ class Inspection:
     def at(self, sizes: Mapping[str, int]) -> Inspection:
         """Return this inspection with its programs at these sizes, by name; at the typical ones where none is given.
         Raises `TargetError` for a name that no program has, and for sizes that a program is not for."""
-        made: dict[str, PassTrace] = {}
+        ways: dict[str, PassTrace] = {}
         names: set[str] = set()
         for name, way in self.ways.items():
             known = way.last.program.sizes
             names |= set(known.names)
             if not known:
-                made[name] = way
+                ways[name] = way
                 continue
             point = {**known.typical, **{n: size for n, size in sizes.items() if n in known.names}}
             if not known.hold(point):
                 condition, where = known.broken(point)
                 raise TargetError(f"program {name} is not for these sizes", where=where, why=f"it is for {condition}")
-            made[name] = replace(way, snapshots=[at_sizes(s, point, self.costs) for s in way.snapshots])
+            ways[name] = replace(way, snapshots=[at_sizes(s, point, self.costs) for s in way.snapshots])
         for name in sizes:
             if name not in names:
                 raise TargetError(
@@ -153,7 +153,7 @@ class Inspection:
                     where=self.origin,
                     hint=did_you_mean(name, names) if names else "declare it in the plan: dynamic",
                 )
-        return replace(self, ways=made)
+        return replace(self, ways=ways)
 
     def step_ways(self) -> list[PassTrace]:
         """Return the programs that a step runs, in order."""
@@ -172,10 +172,10 @@ class Inspection:
         updates = [simulate(w.last.program, self.costs) for w in ways if w.kind == UPDATE]
         lead = 0.0 if self.late else sum(u.seconds for u in updates)
         steps = [w for w in ways if w.kind != UPDATE]
-        found = [simulate(w.last.program, self.costs, lead=0.0 if at else lead) for at, w in enumerate(steps)]
-        found = [replace(one, program=way.name) for one, way in zip(found, steps, strict=True)]
+        forecasts = [simulate(w.last.program, self.costs, lead=0.0 if at else lead) for at, w in enumerate(steps)]
+        forecasts = [replace(one, program=way.name) for one, way in zip(forecasts, steps, strict=True)]
         runs = tuple(w.runs for w in ways)
-        return StepForecast((*found, *updates), self.costs.hardware.step, self.late and bool(updates), runs)
+        return StepForecast((*forecasts, *updates), self.costs.hardware.step, self.late and bool(updates), runs)
 
     def forecasts(self) -> list[tuple[PassTrace, Forecast]]:
         """Return each program of a step with its forecast."""
@@ -194,12 +194,12 @@ class Inspection:
         from zgraph.inspection.stalls import exposed_by_transfer, transfer_of
         from zgraph.program import collectives
 
-        found = []
+        remarks = []
         for way, forecast in self.forecasts():
             nodes = {node.name: node for node in way.last.program.graph.nodes} if way.remarks else {}
             waits = exposed_by_transfer(way.last.program, forecast)
             for remark in way.remarks:
                 start = nodes.get(str(remark["node"]))
                 if start is None or not collectives.is_start(start) or transfer_of(start) in waits:
-                    found.append({"program": way.name, **remark})
-        return sorted(found, key=lambda r: -float(r["seconds"]))
+                    remarks.append({"program": way.name, **remark})
+        return sorted(remarks, key=lambda r: -float(r["seconds"]))

@@ -43,12 +43,12 @@ def of_model(
     plan, costs = plan.for_world(world), costs_of(plan)
     args, kwargs = first_part(plan, *split_inputs(inputs))
     part = kwargs if isinstance(inputs, dict) else args
-    made = planned_step(model, plan, part, world, costs, pass_filter or EVERY_PASS, captured)
-    ways = _step_ways(made.step, costs, made.step.runs())
-    update = made.update()
+    planned = planned_step(model, plan, part, world, costs, pass_filter or EVERY_PASS, captured)
+    ways = _step_ways(planned.step, costs, planned.step.runs())
+    update = planned.update()
     ways += [_way(update, 0, costs)] if update is not None else []  # (all states are its own inputs)
     hardware = costs.hardware.model_dump(mode="json")
-    return Inspection(origin, world, {w.name: w for w in ways}, plan.model_dump(mode="json"), hardware, made.late)
+    return Inspection(origin, world, {w.name: w for w in ways}, plan.model_dump(mode="json"), hardware, planned.late)
 
 
 def of_stage(
@@ -68,20 +68,20 @@ def of_stage(
     from zgraph.forecast.stages import besides, micro_batch
 
     plan, costs = plan.for_world(world), costs_of(plan)
-    made = planned_stages(model, plan, micro_batch(plan, inputs), world, costs, pass_filter or EVERY_PASS)
-    step, parts = made.step(stage), plan.micro_batches
+    planned = planned_stages(model, plan, micro_batch(plan, inputs), world, costs, pass_filter or EVERY_PASS)
+    step, parts = planned.step(stage), plan.micro_batches
     each = [("first", PLAIN, 1), ("next", Variant(step.keeps), parts - 1)] if parts > 1 else [("first", PLAIN, 1)]
-    ways = _step_ways(step, costs, step.runs() if made.once else each)
+    ways = _step_ways(step, costs, step.runs() if planned.once else each)
     if pass_filter is None:  # (values in flight are only known once all passes have run)
-        around = besides(made, stage)
+        around = besides(planned, stage)
         for way in ways:
             way.held += around
-    schedule = made.partition.schedule
-    update = made.update(schedule.rank_of[stage])
+    schedule = planned.partition.schedule
+    update = planned.update(schedule.rank_of[stage])
     ways += [_way(update, 0, costs)] if update is not None else []
     hardware, data = costs.hardware.model_dump(mode="json"), plan.model_dump(mode="json")
     origin = f"{origin}, stage {stage} of {schedule.stages}"
-    return Inspection(origin, math.prod(made.sizes.values()), {w.name: w for w in ways}, data, hardware)
+    return Inspection(origin, math.prod(planned.sizes.values()), {w.name: w for w in ways}, data, hardware)
 
 
 def of_runtime(runtime: Runtime) -> Inspection:

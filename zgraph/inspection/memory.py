@@ -51,8 +51,8 @@ class Peak:
 def peak_of(inspection: Inspection, count: int = HOLDERS, category: str | None = None) -> Peak:
     """Return the peak of a step, or of one `category` of its memory, with the `count` largest tensors alive at it (of
     that category)."""
-    found = [(total_at(way, forecast, category), way, forecast) for way, forecast in inspection.forecasts()]
-    (size, position), way, forecast = max(found, key=lambda f: f[0][0])
+    peaks = [(total_at(way, forecast, category), way, forecast) for way, forecast in inspection.forecasts()]
+    (size, position), way, forecast = max(peaks, key=lambda f: f[0][0])
     node = way.last.program.nodes[position]
     live = [life for life in inspection.lives(way) if life.born <= position < life.gone and life.bytes]
     live = [life for life in live if category in (None, life.category)]
@@ -61,7 +61,7 @@ def peak_of(inspection: Inspection, count: int = HOLDERS, category: str | None =
     for life in live:
         modules[owner(life)] += life.bytes
     sizes = forecast.memory[position] if forecast.memory else {}
-    held = {HELD: way.held} if way.held and category in (None, HELD) else {}
+    besides = {HELD: way.held} if way.held and category in (None, HELD) else {}
     wanted = {name: size for name, size in sizes.items() if category in (None, name)}
     return Peak(
         way.name,
@@ -69,8 +69,8 @@ def peak_of(inspection: Inspection, count: int = HOLDERS, category: str | None =
         position,
         forecast.clock[position],
         size,
-        _sorted({**wanted, **held}),
-        _sorted({**modules, **held}),
+        _sorted({**wanted, **besides}),
+        _sorted({**modules, **besides}),
         tuple(holder_of(life) for life in live[:count]),
     )
 
@@ -141,18 +141,18 @@ def parse_bound(text: str) -> Bound:
     """Parse a bound: "peak<=72GiB", "activations < 10 GB". Raises `TargetError` for anything else, and for an unknown
     category."""
     hint = "'peak<=72GiB', or a category: 'activations<=10GiB'"
-    found = _ASSERTION.match(text)
-    if found is None:
+    match = _ASSERTION.match(text)
+    if match is None:
         raise TargetError(f"{text!r} is no bound on memory", hint=hint)
     try:
-        size = int(found[3]) if found[3].isdigit() else parse_bytes(found[3])
+        size = int(match[3]) if match[3].isdigit() else parse_bytes(match[3])
     except PlanError as error:
         raise TargetError(f"{text!r} is no bound on memory", why=error.what, hint=hint) from error
     if not isinstance(size, int):
-        raise TargetError(f"{text!r} is no bound on memory", why=f"{found[3]!r} is no size", hint=hint)
-    if found[1] not in (known := ("peak", *CATEGORIES, HELD)):
-        raise TargetError(f"there is no category {found[1]!r}", hint=did_you_mean(found[1], known))
-    return Bound(found[1], found[2] == "<", size)
+        raise TargetError(f"{text!r} is no bound on memory", why=f"{match[3]!r} is no size", hint=hint)
+    if match[1] not in (known := ("peak", *CATEGORIES, HELD)):
+        raise TargetError(f"there is no category {match[1]!r}", hint=did_you_mean(match[1], known))
+    return Bound(match[1], match[2] == "<", size)
 
 
 def _sorted(sizes: dict[str, int]) -> dict[str, int]:

@@ -72,9 +72,9 @@ def _program(
         if life.bytes:
             changes += [(life.born, 1, life), (life.gone, 0, life)]
     changes.sort(key=lambda c: c[:2])  # (at one position frees come before allocations)
-    held = space.take(way.held)
+    held_address = space.take(way.held)
     if way.held:
-        events.append(_event("alloc", held, way.held, begins, [_frame(HELD, "", way.name)]))
+        events.append(_event("alloc", held_address, way.held, begins, [_frame(HELD, "", way.name)]))
     at: dict[int, int] = {}
     for position, comes, life in changes:
         when = clock[min(position, len(clock) - 1)]
@@ -86,9 +86,9 @@ def _program(
             space.give(address, life.bytes)
             events.append(_event("free_requested", address, life.bytes, when, []))
             events.append(_event("free_completed", address, life.bytes, when, []))
-    space.give(held, way.held)
+    space.give(held_address, way.held)
     if way.held:
-        events.append(_event("free_completed", held, way.held, clock[-1], []))
+        events.append(_event("free_completed", held_address, way.held, clock[-1], []))
     return events
 
 

@@ -154,7 +154,7 @@ def _passes(head: dict[str, Any], folder: Path) -> list[Pass]:
     """Rebuild the recorded passes. Raises `BundleError` if they can't be, or are others now."""
     names = head["passes"]
     try:
-        made = passes_of(head["recipe"])
+        passes = passes_of(head["recipe"])
     except PlanError:
         raise
     except (LookupError, TypeError, ValueError) as error:
@@ -164,17 +164,17 @@ def _passes(head: dict[str, Any], folder: Path) -> list[Pass]:
             why=f"{type(error).__name__}: {error}",
             hint=_by_hand(names),
         ) from error
-    there = [p.name for p in made]
-    at = there.index(names[0]) if names[0] in there else 0
-    found = made[at : at + len(names)]
-    if [p.name for p in found] != names:
+    pipeline = [p.name for p in passes]
+    at = pipeline.index(names[0]) if names[0] in pipeline else 0
+    recorded = passes[at : at + len(names)]
+    if [p.name for p in recorded] != names:
         raise BundleError(
             "the pipeline is another one by now",
             where=str(folder / PIPELINE),
-            why=f"it was {', '.join(names)}; made again it is {', '.join(there)}",
+            why=f"it was {', '.join(names)}; made again it is {', '.join(pipeline)}",
             hint=f"use the zgraph that wrote it: {head.get('zgraph')}",
         )
-    return found
+    return recorded
 
 
 def _around(program: Program, name: str | None) -> list[str]:

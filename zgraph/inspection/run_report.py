@@ -78,7 +78,7 @@ class Report:
         parts = f"{len(divided)} divided by {divided[0].ranks}, " if divided else ""
         whole = sum(s.whole_nbytes for s in specs)
         ranks = runtime.sizes.get("dp", 1)
-        held = sum(
+        rank_bytes = sum(
             s.nbytes // s.shape[0] * s.rows if s.shard_dim else s.nbytes for s in specs if s.shape or not s.shard_dim
         )
         mesh = mesh_of(runtime.sizes, runtime.held)
@@ -86,7 +86,7 @@ class Report:
             f"plan: zero {runtime.plan.zero}, backend {runtime.plan.backend}, mesh {mesh}",
             *runtime.told(),
             f"parameters: {len(specs)} ({parts}{len(sharded)} sharded over {ranks}), "
-            f"{shown_bytes(whole)} in all, {shown_bytes(held)} on this rank",
+            f"{shown_bytes(whole)} in all, {shown_bytes(rank_bytes)} on this rank",
         ]
         for entry in runtime.entries.values():
             lines += [
@@ -104,10 +104,12 @@ class Report:
             lines += ["", str(runtime.buckets.padding)]
         trained = [s for e in runtime.entries.values() for s in e.programs() if s.differentiated]
         if trained:
-            held = max(step.outside.held for step in trained)
+            outside_bytes = max(step.outside.held for step in trained)
             lines += [
                 "",
-                *table([s.history().program for s in trained], runtime.costs.fused, held, runtime.memory.measured),
+                *table(
+                    [s.history().program for s in trained], runtime.costs.fused, outside_bytes, runtime.memory.measured
+                ),
             ]
         lines += self._disk(trained)
         remarks = runtime.remarks()

@@ -74,10 +74,10 @@ def at_sizes(snapshot: Snapshot, sizes: Mapping[str, int], costs: Costs) -> Snap
     def data() -> dict[str, Any]:
         from zgraph.program.serialize import to_json
 
-        return to_json(made.program, constants=False)
+        return to_json(sized.program, constants=False)
 
-    made = Snapshot(snapshot.facts, program, data, lambda: figures_of(made.program, costs))
-    return made
+    sized = Snapshot(snapshot.facts, program, data, lambda: figures_of(sized.program, costs))
+    return sized
 
 
 def of_record(record: PassRecord, costs: Costs) -> Snapshot:
@@ -99,10 +99,10 @@ def of_file(facts: dict[str, Any], figures: Figures, path: Path) -> Snapshot:
 
     def data() -> dict[str, Any]:
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            if not all(isinstance(row["name"], str) and "op" in row and "target" in row for row in found["nodes"]):
+            table = json.loads(path.read_text(encoding="utf-8"))
+            if not all(isinstance(row["name"], str) and "op" in row and "target" in row for row in table["nodes"]):
                 raise ValueError("a node has no name, kind or operator")
-            return found  # type: ignore[no-any-return]
+            return table  # type: ignore[no-any-return]
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise BundleError(
                 "a program of the bundle can't be read", where=str(path), why=str(error), hint="write the bundle again"
@@ -126,8 +126,8 @@ def of_file(facts: dict[str, Any], figures: Figures, path: Path) -> Snapshot:
 def figures_of(program: Program, costs: Costs) -> Figures:
     from zgraph.passes.analysis.simulator import simulate
 
-    found = simulate(program, costs)
-    return Figures(found.seconds, sum(found.exposed.values(), 0.0), sum(found.peak.values()))
+    forecast = simulate(program, costs)
+    return Figures(forecast.seconds, sum(forecast.exposed.values(), 0.0), sum(forecast.peak.values()))
 
 
 def facts_of(name: str, summary: str, contract: Contract | None, options: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ def transfer_of(start: fx.Node) -> str:
 def exposed_by_transfer(program: Program, forecast: Forecast) -> dict[str, float]:
     """Return the seconds that the step waits for each transfer, by the name that `transfer_of` gives."""
     nodes = {node.name: node for node in program.graph.nodes}
-    found: Counter[str] = Counter()
+    seconds: Counter[str] = Counter()
     for stall in forecast.stalls:
-        found[transfer_of(nodes[stall.node].all_input_nodes[0])] += stall.seconds  # type: ignore[assignment]
-    return dict(found)
+        seconds[transfer_of(nodes[stall.node].all_input_nodes[0])] += stall.seconds  # type: ignore[assignment]
+    return dict(seconds)

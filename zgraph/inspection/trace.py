@@ -37,12 +37,12 @@ def trace_of(inspection: Inspection, ranks: int = 1) -> dict[str, Any]:
             at = origin if beside else begins
             events += _program(way, forecast, at, lanes, way.name + suffix, " of the late update" if beside else "")
             begins += 0.0 if beside else forecast.seconds
-    found = [{**event, "pid": rank} for rank in range(ranks) for event in _names(rank, lanes) + events]
-    for event in found:
+    rank_events = [{**event, "pid": rank} for rank in range(ranks) for event in _names(rank, lanes) + events]
+    for event in rank_events:
         if "id" in event:
             event["id"] = f"{event['pid']}.{event['id']}"
     head = {"of": inspection.origin, "world": inspection.world, "hardware": inspection.hardware.get("name", "")}
-    return {"traceEvents": found, "displayTimeUnit": "ms", "otherData": head}
+    return {"traceEvents": rank_events, "displayTimeUnit": "ms", "otherData": head}
 
 
 def _names(rank: int, lanes: dict[str, int]) -> list[dict[str, Any]]:
@@ -108,18 +108,18 @@ def first_reader(start: fx.Node) -> fx.Node | None:
 def _counters(way: PassTrace, forecast: Forecast, begins: float) -> list[dict[str, Any]]:
     """Return counter events of the live bytes by category, wherever they change."""
     categories = dict.fromkeys(category for at in forecast.memory for category in at)
-    found: list[dict[str, Any]] = []
+    counters: list[dict[str, Any]] = []
     shown: dict[str, int] | None = None
     for clock, at in zip(forecast.clock, forecast.memory, strict=True):
         now = {category: at.get(category, 0) for category in categories}
         if way.held:
             now[HELD] = way.held
         if now != shown:
-            found.append(
+            counters.append(
                 {"ph": "C", "name": "bytes", "cat": way.name, "tid": 0, "ts": _us(begins + clock), "args": now}
             )
             shown = now
-    return found
+    return counters
 
 
 def _about(node: fx.Node) -> dict[str, Any]:

@@ -43,8 +43,8 @@ def python_source(program: Program) -> str:
     note = _NEEDS_RANKS if ranks else ""
     head = _HEAD.format(name=program.name, nodes=len(program.graph.nodes), mesh=program.mesh or "none", note=note)
     globals_ = [
-        f"{name} = {_path(held)}"
-        for name, held in code.globals.items()
+        f"{name} = {_path(constant)}"
+        for name, constant in code.globals.items()
         if name not in ("torch", "device", "inf", "nan")
     ]
     parts = [head, *globals_, _constants(program), code.src.strip(), _inputs(program)]
@@ -77,8 +77,8 @@ def _constants(program: Program) -> str:
                 where=f"node {node.name!r}",
                 hint="--format json",
             )
-        made = f"torch.tensor({tensor.tolist()!r}, dtype={tensor.dtype}, device={str(tensor.device)!r})"
-        lines.append(f"    held.{name} = {made}")
+        source = f"torch.tensor({tensor.tolist()!r}, dtype={tensor.dtype}, device={str(tensor.device)!r})"
+        lines.append(f"    held.{name} = {source}")
     return "\n".join([*lines, "    return held"])
 
 
@@ -91,12 +91,12 @@ def _inputs(program: Program) -> str:
 
 
 def _random(node: fx.Node) -> str:
-    held = value(node)
-    if is_symbolic(held):
-        return text(held)
-    if not isinstance(held, torch.Tensor):
-        return repr(held)
-    where = f"dtype={held.dtype}, device={str(held.device)!r}"
-    shape, strides = ("".join(f"{text(n)}, " for n in numbers) for numbers in (held.shape, held.stride()))
+    example = value(node)
+    if is_symbolic(example):
+        return text(example)
+    if not isinstance(example, torch.Tensor):
+        return repr(example)
+    where = f"dtype={example.dtype}, device={str(example.device)!r}"
+    shape, strides = ("".join(f"{text(n)}, " for n in numbers) for numbers in (example.shape, example.stride()))
     strided = f"torch.empty_strided(({shape}), ({strides}), {where})"
-    return f"{strided}.normal_()" if held.dtype.is_floating_point else f"{strided}.zero_()"
+    return f"{strided}.normal_()" if example.dtype.is_floating_point else f"{strided}.zero_()"

@@ -91,13 +91,13 @@ def data_of(inspection: Inspection) -> dict[str, Any]:
 
 def runs(numbers: Iterable[int]) -> list[int]:
     """Encode numbers that mostly count up as [first, count, first, count, …]."""
-    found: list[int] = []
+    pairs: list[int] = []
     for number in numbers:
-        if found and found[-2] + found[-1] == number:
-            found[-1] += 1
+        if pairs and pairs[-2] + pairs[-1] == number:
+            pairs[-1] += 1
         else:
-            found += [number, 1]
-    return found
+            pairs += [number, 1]
+    return pairs
 
 
 class _Rows:
@@ -120,12 +120,12 @@ class _Rows:
 
     def program(self, program: Program) -> list[int]:
         """Return the rows of a program's text."""
-        found = []
+        rows = []
         for text, node in lines(program):
             if node is not None:
                 self._lines[node] = text
-            found.append(self._place((text,)) if node is None else self.of(node, text))
-        return found
+            rows.append(self._place((text,)) if node is None else self.of(node, text))
+        return rows
 
     def of(self, node: fx.Node, text: str) -> int:
         """Return the row of a node with this line; for "" with the line that it had in its program."""
@@ -169,12 +169,12 @@ def _pass(way: PassTrace, at: int, rows: _Rows) -> dict[str, Any]:
 
 
 def _changed(before: Snapshot, after: Snapshot, rows: _Rows) -> dict[str, Any]:
-    found = compare(before, after, simulate=False)
-    counts = {what: len(getattr(found, what)) for what in ("added", "removed", "moved", "changed")}
+    difference = compare(before, after, simulate=False)
+    counts = {what: len(getattr(difference, what)) for what in ("added", "removed", "moved", "changed")}
     return {
         "changed": counts,
-        "bytes": dict(zip(("removed", "added"), found.bytes, strict=True)),
-        "moved": [rows.string(row.name) for row in found.moved],
+        "bytes": dict(zip(("removed", "added"), difference.bytes, strict=True)),
+        "moved": [rows.string(row.name) for row in difference.moved],
     }
 
 
@@ -199,8 +199,8 @@ def _lives(inspection: Inspection, way: PassTrace) -> dict[str, Any]:
     lives = [life for life in inspection.lives(way) if life.bytes]
     at = {node: i for i, node in enumerate(way.last.program.graph.nodes)}
     categories = list(dict.fromkeys(life.category for life in lives))
-    found = [(at[life.node], categories.index(life.category), life.bytes, life.born, life.gone) for life in lives]
-    columns = [list(column) for column in zip(*found, strict=True)] if found else [[], [], [], [], []]
+    rows = [(at[life.node], categories.index(life.category), life.bytes, life.born, life.gone) for life in lives]
+    columns = [list(column) for column in zip(*rows, strict=True)] if rows else [[], [], [], [], []]
     return {"categories": categories, "lives": columns}
 
 

@@ -32,15 +32,16 @@ def parameters_of(program: Program, update: Program | None) -> list[dict[str, An
     """Return a row for each parameter, in the model's order. The bytes of optimizer states are those of the program
     `update`'s inputs."""
     uses, states = _uses(program), _states(update)
-    kept = {port.name for port in program.outputs if port.role is OutputRole.UNSHARDED}
-    kept |= {port.name for port in program.inputs if port.role in (InputRole.UNSHARDED, InputRole.IN_FLIGHT)}
+    unsharded = {port.name for port in program.outputs if port.role is OutputRole.UNSHARDED}
+    unsharded |= {port.name for port in program.inputs if port.role in (InputRole.UNSHARDED, InputRole.IN_FLIGHT)}
     return [
-        _row(spec, uses[spec.name], states.get(spec.name, 0), spec.name in kept) for spec in program.params.values()
+        _row(spec, uses[spec.name], states.get(spec.name, 0), spec.name in unsharded)
+        for spec in program.params.values()
     ]
 
 
 def _row(spec: ParamSpec, found: _Uses, states: int, kept: bool) -> dict[str, Any]:
-    held = math.prod(spec.shard_shape)
+    elements = math.prod(spec.shard_shape)
     return {
         "name": spec.name,
         "shape": list(spec.whole_shape),
@@ -49,8 +50,8 @@ def _row(spec: ParamSpec, found: _Uses, states: int, kept: bool) -> dict[str, An
         "compute": _short(spec.compute_dtype),
         "layout": _layout(spec),
         "rows": spec.rows if spec.shard_dim else None,
-        "bytes": held * spec.dtype.itemsize,
-        "gradient": held * spec.grad_dtype.itemsize if spec.requires_grad else 0,
+        "bytes": elements * spec.dtype.itemsize,
+        "gradient": elements * spec.grad_dtype.itemsize if spec.requires_grad else 0,
         "states": states,
         "home": spec.home or "device",
         "forward": found.gathers[Phase.FORWARD],
@@ -85,7 +86,7 @@ def _between(spec: ParamSpec, found: _Uses, kept: bool) -> str:
 
 
 def _uses(program: Program) -> defaultdict[str, _Uses]:
-    found: defaultdict[str, _Uses] = defaultdict(_Uses)
+    uses: defaultdict[str, _Uses] = defaultdict(_Uses)
     carried: dict[fx.Node, set[str]] = {}  # the parameters that a node's value is a gathered, cast or viewed form of
     for port, node in program.input_items():
         name = info(node).param or port.name
@@ -96,7 +97,7 @@ def _uses(program: Program) -> defaultdict[str, _Uses]:
             break
         record = info(node)
         if record.param is not None:
-            _count(node, found[record.param])
+            _count(node, uses[record.param])
         names = set().union(*(carried.get(a, ()) for a in node.all_input_nodes))
         if not names or record.role is Role.RELEASE:
             continue
@@ -104,8 +105,8 @@ def _uses(program: Program) -> defaultdict[str, _Uses]:
             carried[node] = names
             continue
         for name in names:
-            found[name].readers.append(node)
-    return found
+            uses[name].readers.append(node)
+    return uses
 
 
 def _count(node: fx.Node, found: _Uses) -> None:
@@ -123,11 +124,11 @@ def _count(node: fx.Node, found: _Uses) -> None:
 
 def _states(update: Program | None) -> dict[str, int]:
     """Return the bytes of optimizer states by parameter: a state is called "parameter/name"."""
-    found: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
     for port, node in update.input_items() if update is not None else ():
         if port.role is InputRole.STATE:
-            found[port.name.rpartition("/")[0]] += most_bytes(node)
-    return found
+            sizes[port.name.rpartition("/")[0]] += most_bytes(node)
+    return sizes
 
 
 def _short(dtype: Any) -> str:
