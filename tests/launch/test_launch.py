@@ -1,8 +1,10 @@
 """`zgraph launch`: slots, variables, lines; ranks on three "machines" of a fake ssh; a rank that dies, a machine that does not answer."""
 
+import io
 import json
 import os
 import shlex
+import signal
 import stat
 import subprocess
 import sys
@@ -12,6 +14,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import zgraph.cli.launch as command
+import zgraph.launch.run as runs
 from zgraph.cli.app import app
 from zgraph.errors import MeshError
 from zgraph.launch.bind_cores import cores_of, share_of
@@ -138,7 +142,11 @@ def test_slurm_and_mpi_start_all_nodes_by_one_line():
     job = Job(["m.train"], {"a": [0, 1], "b": [0, 1]}, "a", module=True)
     assert "--node_rank $SLURM_NODEID" in carried(job, "slurm")["srun"][-1]
     assert "--node_rank $OMPI_COMM_WORLD_RANK" in carried(job, "openmpi")["mpirun"][-1]
-    assert carried(job, "pdsh")["b"][:6] == ["pdsh", "-S", "-R", "ssh", "-w", "b"]
+    options, *pdsh = carried(job, "pdsh", 2222)["b"][1:-1]
+    assert pdsh == ["pdsh", "-S", "-R", "ssh", "-w", "b"]
+    assert options.startswith("PDSH_SSH_ARGS_APPEND=-tt ") and options.endswith(" -p 2222")
+    with pytest.raises(MeshError, match="slurm uses no ssh"):
+        carried(job, "slurm", 2222)
     with pytest.raises(MeshError, match="different numbers of slots"):
         carried(Job(["x"], HOSTS, "a"), "slurm")
     with pytest.raises(MeshError, match="nothing starts nodes by 'rsh'"):
@@ -254,6 +262,56 @@ def test_a_machine_that_falls_silent_ends_the_job_on_all(machines):
     assert last.startswith("zgraph launch: mute ended with 255") and "server mute not responding" in last
 
 
+LEAVES = """
+(trap "" TERM; exec setsid sleep 300) & echo $! >> {pids}
+setsid bash -c 'sleep 300 & echo $! >> {pids}; env -i sleep 300 & echo $! >> {pids}; wait' &
+while (( $(wc -l < {pids}) < 3 )); do sleep 0.02; done; {end}
+"""
+
+
+def running(pid):
+    """Whether a process runs, and is not one that has ended and that nobody has asked about."""
+    try:
+        return (Path("/proc") / pid / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    "end", ["exit 3", "kill -KILL $$", "exit 0", "sleep 300", "trap '' TERM; while :; do sleep 1; done"]
+)
+def test_what_a_command_has_started_ends_with_the_job(tmp_path, monkeypatch, end):
+    """Of a command that failed, was killed, has ended well, or still runs: in sessions of their own, deaf to SIGTERM, of an ended parent."""
+    monkeypatch.setattr(runs, "PATIENCE", 0.3)
+    pids, other = tmp_path / "pids", subprocess.Popen(["sleep", "300"], start_new_session=True)
+    pids.touch()
+    fails = f"while (( $(wc -l < {pids}) < 3 )); do sleep 0.02; done; sleep 0.2; exit 7"
+    lines = {"leaves": ["bash", "-c", LEAVES.format(pids=pids, end=end)], "fails": ["bash", "-c", fails]}
+    shown = io.StringIO()
+    assert runs.run(lines, out=shown) == {"exit 3": 3, "kill -KILL $$": 137}.get(end, 7)
+    assert len(started := pids.read_text().split()) == 3
+    assert not [pid for pid in started if running(pid)] and other.poll() is None
+    other.kill()
+    other.wait()
+
+
+def test_a_launcher_that_loses_its_terminal_ends_the_job(tmp_path):
+    line = ["bash", "-c", f"echo $$ > {tmp_path}/pid; sleep 300"]
+    code = f"import sys; from zgraph.launch.run import run; sys.exit(run({{'one': {line}}}))"
+    launcher = subprocess.Popen([sys.executable, "-c", code])
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        time.sleep(0.02)
+    launcher.send_signal(signal.SIGHUP)
+    assert launcher.wait(30) == 128 + signal.SIGHUP and not running((tmp_path / "pid").read_text().strip())
+
+
+def test_a_program_that_is_not_there_is_named_and_nothing_is_left(tmp_path):
+    pid = tmp_path / "pid"
+    with pytest.raises(MeshError, match="n2 could not be started") as caught:
+        runs.run({"n1": ["bash", "-c", f"echo $$ > {pid}; sleep 300"], "n2": ["no-such-ssh"]}, out=io.StringIO())
+    assert caught.value.where == "no-such-ssh" and not (pid.exists() and running(pid.read_text().strip()))
+
+
 def test_a_wrong_hostfile_and_variables_of_a_named_file(machines, tmp_path, monkeypatch):
     (tmp_path / "wrong").write_text("n2 slots=2\nn3 slots=two\n")
     done, _ = machines("--hostfile", "wrong", "script.py")
@@ -281,6 +339,37 @@ def test_lines_are_shown_and_nothing_starts(machines, tmp_path):
     assert wrong.returncode == 2 and "there is no machine 'n9'" in wrong.stderr and not Path(tmp_path / "n9").exists()
 
 
+def test_a_script_may_get_its_rank_as_deepspeeds_launcher_gives_it(tmp_path):
+    words = ["-m", "zgraph.launch.local_rank", "--no_python", "echo", "--lr", "1"]
+    environ = {**os.environ, "LOCAL_RANK": "3"}
+    assert subprocess.check_output([sys.executable, *words], env=environ, text=True) == "--local_rank=3 --lr 1\n"
+    job = {"hosts": {"a": [0]}, "master_addr": "a", "local_rank": True}
+    assert torchrun(Job(["x.py"], **job), 0)[-3:] == ["--module", "zgraph.launch.local_rank", "x.py"]
+    both = torchrun(Job(["m"], module=True, cores="all", **job), 0)
+    assert " ".join(both).endswith("--module zgraph.launch.bind_cores --module all zgraph.launch.local_rank --module m")
+
+
+def test_options_are_deepspeeds_or_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command, "_USUAL", hostfile(tmp_path, "n2 slots=2\nn3 slots=1\n"))
+
+    def said(*options):
+        return CliRunner().invoke(app, ["launch", "--print", *options, "script.py", "--hostfil"])
+
+    everywhere = said("--num_nodes", "-1", "--num_gpus=-1", "--launcher", "PDSH")
+    assert (
+        everywhere.output.count("script.py --hostfil") == 2
+        and f"the machines are those of {tmp_path}" in everywhere.output
+    )
+    assert said("--num_accelerators", "1", "--local_rank").output.count("zgraph.launch.local_rank script.py") == 2
+    assert "local_rank" not in said("--no_local_rank").output
+    assert "No such option: --hostfil" in said("--hostfil", "x").output
+    monkeypatch.setattr(command, "_USUAL", tmp_path / "none")
+    assert isinstance(said("--num_gpus", "0").exception, (SystemExit, MeshError)) and said("--num_gpus", "0").exit_code
+    assert said("--launcher", "rsh", "--num_gpus", "1").exit_code and not said("--num_gpus", "1").exit_code
+
+
 ALONE = """
 import os, sys
 print("cores", sorted(os.sched_getaffinity(0)), "threads", os.environ["OMP_NUM_THREADS"], flush=True)
@@ -302,7 +391,7 @@ def test_other_launchers_and_elastic_jobs_are_shown(tmp_path, monkeypatch):
     for launcher, begin, names in [
         ("slurm", "srun --nodes 2 --ntasks-per-node 1 --nodelist n3,away", ["$SLURM_NODEID"]),
         ("openmpi", "mpirun -np 2 --host n3,away --map-by ppr:1:node", ["$OMPI_COMM_WORLD_RANK"]),
-        ("pdsh", "pdsh -S -R ssh -w n3", ["--node_rank 0", "--node_rank 1"]),
+        ("pdsh", "env 'PDSH_SSH_ARGS_APPEND=-tt", ["--node_rank 0", "--node_rank 1"]),
     ]:
         text = shown("--launcher", launcher, "-i", "n3@away")
         assert text.startswith(begin) and all(name in text for name in names)

@@ -83,9 +83,7 @@ app.command()(env)
 app.command()(forecast)
 app.command()(calibrate)
 app.command()(cache)
-app.command(
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
-)(launch)
+app.command(context_settings={"allow_extra_args": True, "allow_interspersed_args": False})(launch)
 app.add_typer(ckpt, name="ckpt")
 
 

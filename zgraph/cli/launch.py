@@ -18,6 +18,8 @@ from zgraph.launch.hosts import Hosts, chosen, limited, read_hostfile
 from zgraph.launch.run import run
 
 _HERE = ("localhost", "127.0.0.1")
+_USUAL = Path("/job/hostfile")  # where DeepSpeed's launcher looks for one that is not named
+_ALL = -1  # DeepSpeed's number for all nodes or slots
 
 
 def launch(
@@ -31,7 +33,12 @@ def launch(
     ] = None,
     num_gpus: Annotated[
         int | None,
-        typer.Option("--num_gpus", "--num-gpus", help="Ranks on each machine; without a hostfile: on this one."),
+        typer.Option(
+            "--num_gpus",
+            "--num-gpus",
+            "--num_accelerators",
+            help="Ranks on each machine; without a hostfile: on this one.",
+        ),
     ] = None,
     master_addr: Annotated[str | None, typer.Option("--master_addr", "--master-addr", help="Where rank 0 is.")] = None,
     master_port: Annotated[
@@ -40,6 +47,12 @@ def launch(
     module: Annotated[bool, typer.Option("--module", help="The script is a module's name.")] = False,
     no_python: Annotated[
         bool, typer.Option("--no_python", "--no-python", help="The script is an executable, not Python.")
+    ] = False,
+    local_rank: Annotated[
+        bool,
+        typer.Option(
+            "--local_rank/--no_local_rank", help="The script gets --local_rank=N, as from DeepSpeed's launcher."
+        ),
     ] = False,
     launcher: Annotated[str, typer.Option(help="What starts nodes: ssh, pdsh, slurm or openmpi.")] = "ssh",
     ssh_port: Annotated[int | None, typer.Option("--ssh_port", "--ssh-port", help="ssh's port.")] = None,
@@ -89,10 +102,13 @@ def launch(
         environment.passed_on(os.environ) | environment.of_files(os.environ, Path.home(), Path.cwd()),
         str(Path.cwd()),
         not whole,
+        local_rank,
         (bind_core_list or ALL) if bind_cores_to_rank else None,
     )
     own = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, next(iter(hosts.values()))))} if alone and not whole else {}
-    lines = {socket.gethostname(): torchrun(job, 0)} if alone else carried(job, launcher, ssh_port)
+    lines = carried(job, launcher.lower(), ssh_port)
+    if alone:
+        lines = {socket.gethostname(): torchrun(job, 0)}
     if show:
         for line in lines.values():
             typer.echo(shlex.join(line))
@@ -104,9 +120,14 @@ def _hosts(
     hostfile: Path | None, include: str, exclude: str, num_nodes: int | None, num_gpus: int | None
 ) -> tuple[Hosts, bool]:
     """Return the chosen slots, and whether they are all slots of each machine."""
+    num_nodes, num_gpus = (None if n == _ALL else n for n in (num_nodes, num_gpus))
+    if hostfile is None and _USUAL.is_file():
+        hostfile = _USUAL
+        typer.echo(f"zgraph launch: the machines are those of {hostfile}", err=True)
     if hostfile is None:
-        slots = num_gpus or _devices()
-        known: Hosts = {"localhost": list(range(max(slots, 1)))}
+        if num_gpus is not None and num_gpus < 1:
+            raise MeshError(f"--num_gpus is {num_gpus}", where="--num_gpus", hint="1 and more; left out: all GPUs")
+        known: Hosts = {"localhost": list(range(num_gpus or max(_devices(), 1)))}
         if num_nodes not in (None, 1):
             raise MeshError(f"{num_nodes} nodes need a hostfile", where="--num_nodes", hint="--hostfile FILE")
         found = chosen(known, include, exclude)

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Collection, Sequence
 
 from zgraph.errors import MeshError
+from zgraph.launch.local_rank import KINDS, line_of
 
 ALL = "all"
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
@@ -49,13 +50,13 @@ def share_of(cores: Sequence[int], rank: int, ranks: int) -> list[int]:
 
 def main(words: Sequence[str]) -> None:
     """Bind this process to the rank's cores, and replace it by the command."""
-    kind = words[0] if words[0] in ("--module", "--no_python") else ""
+    kind = words[0] if words[0] in KINDS else ""
     cores, *command = words[1:] if kind else words
     rank, ranks = (int(os.environ[name]) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     mine = share_of(cores_of(cores, os.sched_getaffinity(0)), rank, ranks)
     os.sched_setaffinity(0, mine)
     os.environ.setdefault("OMP_NUM_THREADS", str(len(mine)))
-    line = command if kind == "--no_python" else [sys.executable, *(["-m"] if kind else []), *command]
+    line = line_of(kind, command)
     os.execvp(line[0], line)
 
 

@@ -30,6 +30,7 @@ class Job:
     variables: Mapping[str, str] = field(default_factory=dict)  # environment variables of the ranks
     folder: str = "."  # the folder in which the ranks run
     slots_are_chosen: bool = False  # only some slots of a machine are used: its ranks see these devices only
+    local_rank: bool = False  # the script gets `--local_rank=N`: see `zgraph.launch.local_rank`
     cores: str | None = None  # the cores that ranks share ("0-7", or "all"): see `zgraph.launch.bind_cores`
 
 
@@ -54,10 +55,12 @@ def torchrun(job: Job, node: int | str) -> list[str]:
     line += ["--nproc_per_node", str(len(slots))]
     if job.log_dir is not None:
         line += ["--log_dir", job.log_dir, "--redirects", "3", "--tee", "3"]
-    kind = ["--module"] if job.module else ["--no_python"] if job.no_python else []
+    kind, command = ["--module"] if job.module else ["--no_python"] if job.no_python else [], list(job.command)
+    if job.local_rank:
+        kind, command = ["--module"], ["zgraph.launch.local_rank", *kind, *command]
     if job.cores is not None:
-        return [*line, "--module", "zgraph.launch.bind_cores", *kind, job.cores, *job.command]
-    return [*line, *kind, *job.command]
+        kind, command = ["--module"], ["zgraph.launch.bind_cores", *kind, job.cores, *command]
+    return [*line, *kind, *command]
 
 
 def remote(job: Job, node: int | str) -> str:
@@ -73,24 +76,26 @@ def remote(job: Job, node: int | str) -> str:
 
 
 def carried(job: Job, carrier: str, ssh_port: int | None = None) -> dict[str, list[str]]:
-    """Return the command lines that this machine runs, by name: one for each node, or one for all nodes."""
+    """Return the command lines that this machine runs, by name: one for each node, or one for all nodes.
+
+    Raises `MeshError` for an unknown carrier, and for a port of ssh's with one that does not use ssh.
+    """
     names = list(job.hosts)
+    if carrier not in CARRIERS:
+        raise MeshError(f"nothing starts nodes by {carrier!r}", where="--launcher", hint=", ".join(CARRIERS))
+    if ssh_port is not None and carrier in ("slurm", "openmpi"):
+        raise MeshError(f"--launcher {carrier} uses no ssh", where="--ssh_port", hint="leave it out")
+    options = ["-tt", "-o", f"ConnectTimeout={CONNECT_SECONDS}", "-o", "BatchMode=yes"]
+    # (a node that has fallen silent; and with a terminal, which -tt makes, what runs on a node ends with the connection)
+    options += ["-o", f"ServerAliveInterval={CONNECT_SECONDS}", "-o", "ServerAliveCountMax=2"]
+    options += ["-p", str(ssh_port)] if ssh_port else []
     if carrier == "ssh":
-        options = ["-tt", "-o", f"ConnectTimeout={CONNECT_SECONDS}", "-o", "BatchMode=yes"]
-        options += [
-            "-o",
-            f"ServerAliveInterval={CONNECT_SECONDS}",
-            "-o",
-            "ServerAliveCountMax=2",
-        ]  # (a node that has fallen silent)
-        options += ["-p", str(ssh_port)] if ssh_port else []
         return {host: ["ssh", *options, host, remote(job, at)] for at, host in enumerate(names)}
     if carrier == "pdsh":
-        return {host: ["pdsh", "-S", "-R", "ssh", "-w", host, remote(job, at)] for at, host in enumerate(names)}
+        line = ["env", f"PDSH_SSH_ARGS_APPEND={' '.join(options)}", "pdsh", "-S", "-R", "ssh", "-w"]
+        return {host: [*line, host, remote(job, at)] for at, host in enumerate(names)}
     if carrier == "slurm":
         line = ["srun", "--nodes", str(len(names)), "--ntasks-per-node", "1", "--nodelist", ",".join(names)]
         return {"srun": [*line, "--kill-on-bad-exit=1", "bash", "-c", remote(job, "$SLURM_NODEID")]}
-    if carrier == "openmpi":
-        line = ["mpirun", "-np", str(len(names)), "--host", ",".join(names), "--map-by", "ppr:1:node"]
-        return {"mpirun": [*line, "bash", "-c", remote(job, "$OMPI_COMM_WORLD_RANK")]}
-    raise MeshError(f"nothing starts nodes by {carrier!r}", where="--launcher", hint=", ".join(CARRIERS))
+    line = ["mpirun", "-np", str(len(names)), "--host", ",".join(names), "--map-by", "ppr:1:node"]
+    return {"mpirun": [*line, "bash", "-c", remote(job, "$OMPI_COMM_WORLD_RANK")]}

@@ -1,9 +1,10 @@
-"""Running the command lines of a job side by side: their output is shown, and all of them are stopped when one
-fails."""
+"""Running the command lines of a job side by side: their output is shown, and when one fails all of them are stopped, with
+all that they have started."""
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
 import signal
 import subprocess
@@ -13,8 +14,12 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO, TextIO
 
+from zgraph.errors import MeshError
+from zgraph.launch.process_tree import mark, send, tree
+
 KEPT = 25  # lines of a failed node's output that are shown again
 PATIENCE = 10.0  # seconds between SIGTERM and SIGKILL
+KILLED = 5.0  # seconds in which what got SIGKILL is gone; longer in the kernel alone (a disk that does not answer)
 UNREACHABLE = 255  # ssh's exit code if it could not connect
 
 
@@ -25,9 +30,10 @@ class _Node:
         self.name = name
         self.last: collections.deque[str] = collections.deque(maxlen=KEPT)
         self._out, self._prefix = out, f"{name}: " if prefix else ""
+        self._mark = mark()
         self.process = subprocess.Popen(
             list(line),
-            env={**os.environ, **variables},
+            env={**os.environ, **variables, self._mark: "1"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -46,13 +52,20 @@ class _Node:
             self._out.write(f"{self._prefix}{text}\n")
             self._out.flush()
 
-    def end(self, number: int) -> None:
-        """Send a signal to the process group, unless its command has ended."""
-        if self.process.poll() is None:
-            try:
-                os.killpg(self.process.pid, number)
-            except ProcessLookupError:
-                return
+    def left(self) -> set[int]:
+        """Return the processes of the command that still run: itself, and all that it has started."""
+        running = self.process.poll() is None
+        found = tree(self._mark, self.process.pid if running else None)
+        return found | {self.process.pid} if running else found
+
+    def ask(self) -> None:
+        """Send SIGTERM to the command's process group, to let it end what it has started; if the command has ended, to
+        what is left of it."""
+        if self.process.poll() is not None:
+            send(self.left(), signal.SIGTERM)
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGTERM)
 
     def finish(self) -> None:
         self._reader.join(timeout=2.0)
@@ -63,14 +76,18 @@ def run(
 ) -> int:
     """Run command lines, by their names, until all have ended; return the exit code of the first that failed, else 0.
 
-    When one fails, or this process is interrupted (SIGINT, SIGTERM), the others get SIGTERM, and SIGKILL `PATIENCE` seconds
-    later. The last output of the failed one is shown again, with its name.
+    When one fails, or this process is interrupted (SIGINT, SIGTERM, SIGHUP, unless it ignores them), the others get SIGTERM, and SIGKILL
+    `PATIENCE` seconds later, with all that they have started, which a command that has ended already may have left. The last output of the
+    failed one is shown again, with its name. Raises `MeshError` for a line whose program is not there.
     """
     shown = out or sys.stdout
-    nodes = [_Node(name, line, variables or {}, shown, len(lines) > 1) for name, line in lines.items()]
+    nodes: list[_Node] = []
     stopped: list[int] = []
-    handlers = {n: signal.signal(n, lambda number, _: stopped.append(number)) for n in (signal.SIGINT, signal.SIGTERM)}
+    wanted = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+    handlers = {n: signal.signal(n, lambda number, _: stopped.append(number)) for n in wanted}
     try:
+        for name, line in lines.items():
+            nodes.append(_Node(name, line, variables or {}, shown, len(lines) > 1))
         failed = _first_failure(nodes, stopped)
         if failed is None and not stopped:
             return 0
@@ -81,6 +98,11 @@ def run(
         code = failed.process.returncode
         _tell(failed, code, shown)
         return code if code > 0 else 128 - code
+    except OSError as error:
+        _end(nodes)
+        raise MeshError(
+            f"{name} could not be started", where=line[0], why=str(error), hint="install it; --launcher names others"
+        ) from error
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -102,13 +124,16 @@ def _first_failure(nodes: Sequence[_Node], stopped: Sequence[int]) -> _Node | No
 
 def _end(nodes: Sequence[_Node]) -> None:
     for node in nodes:
-        node.end(signal.SIGTERM)
+        node.ask()
     limit = time.monotonic() + PATIENCE
-    while time.monotonic() < limit and any(node.process.poll() is None for node in nodes):
+    while time.monotonic() < limit and any(node.left() for node in nodes):
         time.sleep(0.05)
+    limit = time.monotonic() + KILLED
+    while (pids := set[int]().union(*(node.left() for node in nodes))) and time.monotonic() < limit:
+        send(pids, signal.SIGKILL)  # (again, for what was started in the meantime)
+        time.sleep(0.02)
     for node in nodes:
-        node.end(signal.SIGKILL)
-        node.process.wait()
+        node.process.poll()
 
 
 def _tell(node: _Node, code: int, out: TextIO) -> None:
