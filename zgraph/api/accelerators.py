@@ -77,11 +77,11 @@ def _get_state_dict(accelerator: Any, own: Callable[..., Any], model: nn.Module,
 
 def _parted(accelerator: Any) -> list[tuple[Any, nn.Module]]:
     """Return the optimizers, as accelerate wraps them, of compiled models' parameters, each with its model."""
-    found = []
+    pairs = []
     for optimizer in accelerator._optimizers:
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        found += [(optimizer, m) for m in _compiled(accelerator) if any(id(p) in held for p in m.parameters())][:1]
-    return found
+        param_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        pairs += [(optimizer, m) for m in _compiled(accelerator) if any(id(p) in param_ids for p in m.parameters())][:1]
+    return pairs
 
 
 def _without(accelerator: Any, does: Callable[[], Any]) -> Any:

@@ -124,8 +124,8 @@ class _Run:
 
         self._again(lambda given: run_node_by_node(lowered(self.program, self.groups), given, seen))
         self.norm = norm_of(v for v in (self.plain.get(n.name) for n in self.program.output_values()))
-        made = {n.name: r for n, r in zip(self.program.output_values(), self.results, strict=True)}
-        wrong = self._first(made)
+        outputs = {n.name: r for n, r in zip(self.program.output_values(), self.results, strict=True)}
+        wrong = self._first(outputs)
         if wrong is None:
             return None
         if isinstance(self._function, Code):
@@ -138,15 +138,15 @@ class _Run:
         """Return the first node that differs inside of what Inductor compiles; None if none is found."""
         nodes = [n for n in self.program.nodes if n.op == "call_function" and not in_flight(n)]
         nodes = [n for n in nodes if isinstance(v := value(n), torch.Tensor) and v.is_floating_point()]
-        if (found := self._first(self._values(nodes))) is not None:
-            return found
+        if (suspect := self._first(self._values(nodes))) is not None:
+            return suspect
         last = next(n for n in self.program.graph.nodes if n.name == wrong.node)
         chain = [n for n in nodes if n in _needed(last)]
         right, bad, best = -1, len(chain) - 1, wrong
         while bad - right > 1:
             middle = (right + bad) // 2
-            found = self._first(self._values([chain[middle]]))
-            right, bad, best = (right, middle, found) if found is not None else (middle, bad, best)
+            suspect = self._first(self._values([chain[middle]]))
+            right, bad, best = (right, middle, suspect) if suspect is not None else (middle, bad, best)
         return best
 
     def _values(self, nodes: list[fx.Node]) -> dict[str, Any]:
@@ -157,10 +157,10 @@ class _Run:
         part.graph.eliminate_dead_code()
         part.recompile()
         try:
-            made = compile_inductor(part, self.groups, fix_saved=True)
+            executable = compile_inductor(part, self.groups, fix_saved=True)
         except LoweringError:
             return {}
-        results = self._again(made.run)
+        results = self._again(executable.run)
         return {n.name: r for n, r in zip(part.output_values(), results, strict=True)}
 
     def _again(self, function: Callable[[list[Any]], Any]) -> Any:
@@ -184,13 +184,13 @@ def _suspect(program: Program, node: fx.Node, compared: Difference) -> Suspect:
 
 
 def _needed(node: fx.Node) -> set[fx.Node]:
-    found: set[fx.Node] = set()
+    ancestors: set[fx.Node] = set()
     stack = [node]
     while stack:
-        if (at := stack.pop()) not in found:
-            found.add(at)
+        if (at := stack.pop()) not in ancestors:
+            ancestors.add(at)
             stack += at.all_input_nodes
-    return found
+    return ancestors
 
 
 def _copies(values: Sequence[Any]) -> list[Any]:

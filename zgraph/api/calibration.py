@@ -88,21 +88,21 @@ def calibrate(
     name = torch.cuda.get_device_name(runtime.device) if runtime.device.type == "cuda" else "cpu"
     base = hardware_like(runtime.device.type, name)
     views = runtime.everyone.gather("times of operators", mine)
-    found = _hardware(f"{name}, measured", base, _with_work(links, views), views)
+    hardware = _hardware(f"{name}, measured", base, _with_work(links, views), views)
     if path is not None:
-        _write(found, Path(path), runtime.everyone)
-    return found
+        _write(hardware, Path(path), runtime.everyone)
+    return hardware
 
 
 # -- running ------------------------------------------------------------------------------------------------------------
 def _links(runtime: Runtime) -> dict[str, Link]:
     """Measure the link of each mesh dimension with more than one rank."""
-    found = {}
+    links = {}
     for dim, ranks in runtime.sizes.items():
         if ranks > 1:
-            found[dim] = measure_link(runtime.groups[dim], ranks, runtime.device, runtime.agreement)
-            logger.info("link %r: %s", dim, found[dim])
-    return found
+            links[dim] = measure_link(runtime.groups[dim], ranks, runtime.device, runtime.agreement)
+            logger.info("link %r: %s", dim, links[dim])
+    return links
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,8 @@ class _Step:
     @property
     def started(self) -> tuple[float, int]:
         """(the seconds in starts of transfers, the number of starts)."""
-        found = [each.starts(run) for each, run in self.runs]
-        return sum(s for s, _ in found), sum(n for _, n in found)
+        starts = [each.starts(run) for each, run in self.runs]
+        return sum(s for s, _ in starts), sum(n for _, n in starts)
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class _Found:
 def _observe(timed: Sequence[Timed], step: Callable[[], float], ways: tuple[bool, ...], steps: int) -> list[_Step]:
     """Run `steps` steps of each kind in `ways`, in turns: True waits for every transfer where it starts, False does
     not."""
-    found: list[_Step] = []
+    timed_steps: list[_Step] = []
     for each in timed:
         each.install()
     try:
@@ -151,11 +151,11 @@ def _observe(timed: Sequence[Timed], step: Callable[[], float], ways: tuple[bool
                     wall = step()
                     runs = [(each, run) for each in timed for run in each.take()]
                     if number:  # (in the first one, transfers of the other kind of step may still run)
-                        found.append(_Step(settled, wall, runs))
+                        timed_steps.append(_Step(settled, wall, runs))
     finally:
         for each in timed:
             each.remove()
-    return found
+    return timed_steps
 
 
 def _time_steps(handle: Any, args: tuple[Any, ...], kwargs: dict[str, Any], steps: int) -> _Found:

@@ -72,14 +72,16 @@ def compare_training(
         init_process_group(device)
         _refuse_other_batch(inputs, world)
     with restored(random_states(device), device), inductor_code.eager_random_numbers():
-        made = _Training(model, plan.for_world(world), world, inputs, loss_fn)
-        made.run()
-    mine, everyone = made.found, [made.found]
+        training = _Training(model, plan.for_world(world), world, inputs, loss_fn)
+        training.run()
+    own_differences, everyone = training.found, [training.found]
     if world > 1:
         everyone = [[] for _ in range(world)]
-        dist.all_gather_object(everyone, mine)
-    ordered = sorted(((number, d.rank, d) for found in everyone for number, d in found), key=lambda x: x[:2])
-    return made.plan, [d for _, _, d in ordered]
+        dist.all_gather_object(everyone, own_differences)
+    ordered = sorted(
+        ((number, d.rank, d) for differences in everyone for number, d in differences), key=lambda x: x[:2]
+    )
+    return training.plan, [d for _, _, d in ordered]
 
 
 def _refuse_world(world: int) -> None:
@@ -230,7 +232,7 @@ class _Training:
             )
             rans.append(ran)
             if rank == self.mine:
-                left = given
+                plain_inputs = given
         _overwrite(self.buffers, calls[self.mine])
         torch.manual_seed(seeds[self.mine])
         mine = self._forward(self.buffers)
@@ -238,23 +240,23 @@ class _Training:
         self._at(f"forward {number}")
         self.compare_outputs(mine, plain)
         self.compare_buffers()
-        kept = {n: t.clone(memory_format=torch.preserve_format) for n, t in plain.tangents.items()}
+        original_tangents = {n: t.clone(memory_format=torch.preserve_format) for n, t in plain.tangents.items()}
         mine.tangents = {n: t.clone(memory_format=torch.preserve_format) for n, t in plain.tangents.items()}
         for rank, ran in enumerate(rans):
             self.plain.backward(rank, ran)
         mine.backward()
         self._at(f"backward {number}")
         self.compare_gradients()
-        self.compare_unchanged(mine.tangents, kept, "tangent of")
-        self.compare_unchanged(tensors_of(self.buffers, "input"), tensors_of(left, "input"), "input")
-        self._tangents = mine.tangents, kept
+        self.compare_unchanged(mine.tangents, original_tangents, "tangent of")
+        self.compare_unchanged(tensors_of(self.buffers, "input"), tensors_of(plain_inputs, "input"), "input")
+        self._tangents = mine.tangents, original_tangents
 
     def _forward(self, call: Call) -> Ran:
         given, rest, others = for_forward(self.handle.runtime, *call)
         output = self.compiled(*given[0], **given[1])
         loss = loss_of(output, self.loss_fn, named(self.handle.runtime, given), rest, others)
-        found = tensors_of(output)
-        return Ran(found, next((t for t in found.values() if t.dim() == 0 and loss is t), loss))
+        outputs = tensors_of(output)
+        return Ran(outputs, next((t for t in outputs.values() if t.dim() == 0 and loss is t), loss))
 
     def clip(self) -> None:
         """Clip the gradients of both models to half of their norm, in place, and compare."""
@@ -390,12 +392,14 @@ class _Training:
             if param.grad is not None:
                 self._note(Difference("gradient", f"{name} (should be gone)", self.rank, math.inf, 0.0, False))
             wanted = self.plain.states(name)
-            held = {k: _whole(v) for k, v in state[param].items()} if wanted else {}
-            for key in wanted.keys() & held.keys():
+            actual_states = {k: _whole(v) for k, v in state[param].items()} if wanted else {}
+            for key in wanted.keys() & actual_states.keys():
                 codes = wanted[key].dtype is torch.uint8
-                mine, plain = (held[key].float(), wanted[key].float()) if codes else (held[key], wanted[key])
+                mine, plain = (
+                    (actual_states[key].float(), wanted[key].float()) if codes else (actual_states[key], wanted[key])
+                )
                 self.compare("state", f"{name}/{key}", mine, plain, bound=_CODES if codes else None)
-            for key in wanted.keys() - held.keys():
+            for key in wanted.keys() - actual_states.keys():
                 self._note(Difference("state", f"{name}/{key} (missing)", self.rank, math.inf, 0.0, False))
 
     def compare_gradients_of_update(self) -> None:
@@ -437,10 +441,10 @@ class _Training:
         everyone: list[Any] = [None] * self.world
         position = self.handle.mesh.get_local_rank(STAGE_DIM)  # type: ignore[union-attr]
         dist.all_gather_object(everyone, (position, mine))
-        found: dict[str, torch.Tensor] = {}
+        gradients: dict[str, torch.Tensor] = {}
         for grads in dict(everyone).values():
-            found |= {n: join(found[n], g) if n in found else g for n, g in grads.items()}
-        return found
+            gradients |= {n: join(gradients[n], g) if n in gradients else g for n, g in grads.items()}
+        return gradients
 
     def compare_weights(self) -> None:
         for name, param in self._params():

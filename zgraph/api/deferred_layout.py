@@ -36,8 +36,8 @@ class DeferredLayout(DeferredPipeline):
 
         def attempt() -> dict[str, ParamSpec]:
             with prepare(self.module, precision, specs), as_in_training(self.module) as trains:
-                found = self.to_cut_by(args, in_order(self, kwargs), trains)
-            return divided_layout(found.joint, self.plan, costs, self.module)
+                capture = self.to_cut_by(args, in_order(self, kwargs), trains)
+            return divided_layout(capture.joint, self.plan, costs, self.module)
 
         def refused(rank: int, said: str) -> PlanError:
             return PlanError(f"rank {rank} can't divide the model", where="tensor_parallel", why=said)

@@ -78,16 +78,16 @@ def as_held(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str
     params = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [n for group in state["param_groups"] for n in group["params"]]
     of = dict(zip(numbers, params, strict=True))
-    made = {
+    sharded_states = {
         n: {
             k: as_cut(v, of[n])
             if torch.is_tensor(v) and v.shape == of[n].shape and (v.dim() or k not in _COUNTS)
             else v
-            for k, v in kept.items()
+            for k, v in param_state.items()
         }
-        for n, kept in state["state"].items()
+        for n, param_state in state["state"].items()
     }
-    return {**state, "state": made}
+    return {**state, "state": sharded_states}
 
 
 # States of torch's optimizers that are one number for each parameter: for a 0-dim parameter they can't be told by their shape.
@@ -112,24 +112,24 @@ class _Gather:
         """Return the optimizer's whole state dict."""
         states = optimizer.state_dict()
         numbers = sorted(states["state"])  # (in one order on all ranks)
-        made = self.wholes([states["state"][n] for n in numbers])
-        return {**states, "state": dict(zip(numbers, made, strict=True))} if self.here else {}
+        whole_states = self.wholes([states["state"][n] for n in numbers])
+        return {**states, "state": dict(zip(numbers, whole_states, strict=True))} if self.here else {}
 
     def wholes(self, dicts: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the dicts with whole tensors, where a tensor under several names stays one; empty dicts on ranks
         that need none."""
         wanted = {id(v): v for given in dicts for v in given.values() if torch.is_tensor(v)}
-        made: dict[int, torch.Tensor] = {}
+        whole_tensors: dict[int, torch.Tensor] = {}
         stream = gathered([Wanted(v, v.dtype) for v in wanted.values()], self.runtime.device, self.max_bytes)
         for (key, value), whole in zip(wanted.items(), stream, strict=True):
             if self.here:
-                made[key] = _apart(whole, value, self.device)
-        return [{n: made.get(id(v), v) for n, v in given.items()} if self.here else {} for given in dicts]
+                whole_tensors[key] = _apart(whole, value, self.device)
+        return [{n: whole_tensors.get(id(v), v) for n, v in given.items()} if self.here else {} for given in dicts]
 
 
 def _apart(whole: torch.Tensor, of: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a whole tensor on a device, in memory of its own that it shares neither with the model nor with the
     rest of its bucket."""
-    there, held = whole.to(device), local_of(of)
-    shared = there.untyped_storage().data_ptr() == held.untyped_storage().data_ptr()
-    return there.clone() if shared or there.untyped_storage().nbytes() > there.nbytes else there
+    tensor, local = whole.to(device), local_of(of)
+    shared = tensor.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
+    return tensor.clone() if shared or tensor.untyped_storage().nbytes() > tensor.nbytes else tensor

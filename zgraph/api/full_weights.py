@@ -139,9 +139,9 @@ class _Places:
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of a parameter's whole tensor."""
-        held = self._params[name].dtype
-        if self._given is None or not held.is_floating_point:
-            return held
+        param_dtype = self._params[name].dtype
+        if self._given is None or not param_dtype.is_floating_point:
+            return param_dtype
         return self._given if isinstance(self._given, torch.dtype) else self.runtime.shards.specs[name].compute_dtype
 
     def names(self, block: nn.Module) -> list[str]:
@@ -221,17 +221,17 @@ def _mib(size: int) -> str:
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
     """Return the members of a model's outermost module lists that share no parameter with anything else."""
-    found: list[nn.Module] = []
+    members: list[nn.Module] = []
     inner: set[int] = set()
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and id(module) not in inner:
-            found += [member for member in module if not isinstance(member, nn.ModuleList | nn.ModuleDict)]
+            members += [member for member in module if not isinstance(member, nn.ModuleList | nn.ModuleDict)]
             inner.update(id(m) for member in module for m in member.modules())
     uses: dict[int, int] = {}
     for module in model.modules():
         for param in module._parameters.values():
             uses[id(param)] = uses.get(id(param), 0) + 1
-    return [block for block in dict.fromkeys(found) if all(uses[id(p)] == 1 for p in block.parameters())]
+    return [block for block in dict.fromkeys(members) if all(uses[id(p)] == 1 for p in block.parameters())]
 
 
 @contextlib.contextmanager

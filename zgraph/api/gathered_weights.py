@@ -46,7 +46,7 @@ def ready(model: nn.Module, what: str) -> Runtime:
 
 
 def bytes_of(value: int | str) -> int:
-    found = parse_bytes(value)
-    if type(found) is not int or found < 1:
+    size = parse_bytes(value)
+    if type(size) is not int or size < 1:
         raise PlanError(f"max_bytes={value!r} is no size", hint='a number and a unit: "256MiB"')
-    return found
+    return size

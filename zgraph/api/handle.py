@@ -247,10 +247,10 @@ class Handle(Compiled):
 
         Raises `TargetError` with the nearest name for an unknown one, `StepError` before the first program is compiled.
         """
-        found = self.inspect()
-        if not found.ways:
+        inspection = self.inspect()
+        if not inspection.ways:
             raise StepError("there is no program yet", hint="zgraph.compile(…, inputs=…), or a first step")
-        return explain(found, what)
+        return explain(inspection, what)
 
     def remarks(self) -> list[Remark]:
         """Return the optimizations that passes could not apply, with reason, cost and remedy, the costliest first."""
@@ -535,10 +535,10 @@ class Handle(Compiled):
         old = self.runtime
         world = max(1, len(old.everyone.ranks))
         plan, sizes = plan.for_world(world), plan.resolve_mesh(world)
-        kept = mesh_of(old.sizes, old.held)
-        if sizes != kept:
+        mesh = mesh_of(old.sizes, old.held)
+        if sizes != mesh:
             raise ModelError(
-                f"recompile keeps the mesh {kept}, the plan has {sizes}",
+                f"recompile keeps the mesh {mesh}, the plan has {sizes}",
                 hint="compile a fresh model, and load a state dict",
             )
         refuse_unmatched(plan, old.module)
@@ -557,20 +557,20 @@ class Handle(Compiled):
         if type(plan.optimizer) is not type(old.plan.optimizer):
             old.updater.rounds.refuse_open("recompile can't change the optimizer")
         old.everyone.vote("the plan of recompile", plan.hash())
-        made: Runtime
+        runtime: Runtime
         if isinstance(old, PipelineRuntime):
-            made = made_again(old, old.module, old.shards, plan)
+            runtime = made_again(old, old.module, old.shards, plan)
         else:
             costs = at_disk_rate(agreed_costs(plan, old.device, old.agreement, old.mesh), old.agreement, old.tiers)
             context = replace(old.context, sizes=sizes, costs=costs)
-            made = Runtime(old.module, old.forward_function, plan, old.shards, context)
-        made.updater.adopt(old.updater, copies=False)
-        made.accumulating = old.accumulating
-        made.samples, made.own_steps, made.backwards = old.samples, old.own_steps, old.backwards
-        made.saver = old.saver
-        made.recorder = old.recorder.of(made) if old.recorder is not None else None
+            runtime = Runtime(old.module, old.forward_function, plan, old.shards, context)
+        runtime.updater.adopt(old.updater, copies=False)
+        runtime.accumulating = old.accumulating
+        runtime.samples, runtime.own_steps, runtime.backwards = old.samples, old.own_steps, old.backwards
+        runtime.saver = old.saver
+        runtime.recorder = old.recorder.of(runtime) if old.recorder is not None else None
         old.first_gathers.drop()
-        self.runtime = made
+        self.runtime = runtime
 
 
 def started(runtime: Runtime) -> Runtime:

@@ -38,10 +38,10 @@ def load_pretrained(
 
     refuse_release("published models")
     place = Path(folder).absolute()
-    made, config = _class_and_config(transformers, model, place)
+    factory, config = _class_and_config(transformers, model, place)
     kind = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype or "", None) or config.dtype
     with torch.device("meta"):
-        built = made(config, dtype=kind or torch.float32)
+        built = factory(config, dtype=kind or torch.float32)
     if built.can_generate() and (place / "generation_config.json").is_file():
         built.generation_config = transformers.GenerationConfig.from_pretrained(place)
     built.eval()
@@ -68,7 +68,7 @@ def _class_and_config(transformers: Any, model: Any, folder: Path) -> tuple[Any,
             where="load_pretrained",
             hint="load_pretrained(AutoModelForCausalLM, folder, plan); other models: torch.device('meta'), zgraph.compile, load_checkpoint",
         )
-    made: Any = model
-    if hasattr(made, "_from_config"):
-        return made._from_config, made.config_class.from_pretrained(folder)
-    return made.from_config, transformers.AutoConfig.from_pretrained(folder)
+    model_class: Any = model
+    if hasattr(model_class, "_from_config"):
+        return model_class._from_config, model_class.config_class.from_pretrained(folder)
+    return model_class.from_config, transformers.AutoConfig.from_pretrained(folder)

@@ -28,12 +28,12 @@ def stream_weights(
     views: dict[str, list[pretrained.View]] = {}
     for view in pretrained.views(model):
         views.setdefault(view.source, []).append(view)
-    held = pretrained.tensors(model)
+    weights = pretrained.tensors(model)
     runtime.everyone.vote("a stream of weights", f"{most} {wanted} {len(views)} tensors")
 
     def stream() -> Iterator[tuple[str, torch.Tensor]]:
         cast = lambda t: wanted if wanted is not None and t.is_floating_point() else t.dtype  # noqa: E731
-        tensors = [Wanted(held[name], cast(held[name])) for name in views]
+        tensors = [Wanted(weights[name], cast(weights[name])) for name in views]
         for name, whole in zip(views, gathered(tensors, runtime.device, most), strict=True):
             for view in views[name]:
                 if view.sizes == tuple(whole.shape) and not view.offset:
