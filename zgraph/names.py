@@ -23,10 +23,10 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def parameter_names(module: nn.Module) -> dict[str, list[str]]:
     """Return all names of each parameter, keyed by the first. A tied parameter has several, and plans may use any."""
     first: dict[int, str] = {}
-    found: dict[str, list[str]] = {}
+    names: dict[str, list[str]] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
-        found.setdefault(first.setdefault(id(param), name), []).append(name)
-    return found
+        names.setdefault(first.setdefault(id(param), name), []).append(name)
+    return names
 
 
 def module_names(module: nn.Module) -> dict[str, tuple[str, ...]]:
@@ -39,8 +39,8 @@ def module_names(module: nn.Module) -> dict[str, tuple[str, ...]]:
 
 def around(names: Iterable[str]) -> list[str]:
     """Return these names of a module or a parameter, and those of the modules around it, the outermost first."""
-    found = {n: n.count(".") for name in names if name for n in _prefixes(name)}
-    return sorted(found, key=found.__getitem__)
+    depths = {n: n.count(".") for name in names if name for n in _prefixes(name)}
+    return sorted(depths, key=depths.__getitem__)
 
 
 def _prefixes(name: str) -> Iterator[str]:

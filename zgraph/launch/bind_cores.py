@@ -23,17 +23,17 @@ def cores_of(text: str, there: Collection[int]) -> list[int]:
     is not in `there`."""
     if text == ALL:
         return sorted(there)
-    found: list[int] = []
+    cores: list[int] = []
     for part in text.split(","):
         match = _RANGE.fullmatch(part.strip())
         if match is None or (match[2] is not None and int(match[2]) < int(match[1])):
             raise MeshError(f"{text!r} is no list of cores", where="--bind_core_list", hint='"0-7,16-23"')
-        found += range(int(match[1]), int(match[2] or match[1]) + 1)
-    if len(set(found)) < len(found):
+        cores += range(int(match[1]), int(match[2] or match[1]) + 1)
+    if len(set(cores)) < len(cores):
         raise MeshError(f"{text!r} names a core twice", where="--bind_core_list")
-    if lost := sorted(set(found) - set(there)):
+    if lost := sorted(set(cores) - set(there)):
         raise MeshError(f"there is no core {lost[0]}", where="--bind_core_list", why=f"there are {sorted(there)}")
-    return found
+    return cores
 
 
 def share_of(cores: Sequence[int], rank: int, ranks: int) -> list[int]:

@@ -32,18 +32,18 @@ def of_files(environ: Mapping[str, str], home: Path, here: Path) -> dict[str, st
         if not path.is_file():
             raise MeshError("there is no environment file", where=f"DS_ENV_FILE={named}")
         return read(path)
-    found: dict[str, str] = {}
+    variables: dict[str, str] = {}
     for folder in (home, here):
         for name in FILES:
             if (folder / name).is_file():
-                found |= read(folder / name)
-    return found
+                variables |= read(folder / name)
+    return variables
 
 
 def read(path: Path) -> dict[str, str]:
     """Return the variables of a file's lines NAME=VALUE; `#` begins a comment. Raises `MeshError` with file and
     line."""
-    found: dict[str, str] = {}
+    variables: dict[str, str] = {}
     for number, line in enumerate(path.read_text().splitlines(), 1):
         text = line.strip()
         if not text or text.startswith("#"):
@@ -51,5 +51,5 @@ def read(path: Path) -> dict[str, str]:
         name, equals, value = text.removeprefix("export ").partition("=")
         if not equals or not _NAME.fullmatch(name.strip()):
             raise MeshError(f"{text!r} is no line of an environment file", where=f"{path}:{number}", hint="NAME=VALUE")
-        found[name.strip()] = value.strip().strip("\"'")
-    return found
+        variables[name.strip()] = value.strip().strip("\"'")
+    return variables

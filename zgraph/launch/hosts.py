@@ -26,7 +26,7 @@ def read_hostfile(path: Path) -> Hosts:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise MeshError("the hostfile can't be read", where=str(path), why=str(error)) from error
-    found: Hosts = {}
+    hosts: Hosts = {}
     for number, line in enumerate(lines, 1):
         text = line.strip()
         if not text or text.startswith("#"):
@@ -37,16 +37,16 @@ def read_hostfile(path: Path) -> Hosts:
             raise MeshError(
                 f"{text!r} is no line of a hostfile", where=where, hint="NAME slots=N, such as: worker-1 slots=8"
             )
-        if match[1] in found:
+        if match[1] in hosts:
             raise MeshError(f"{match[1]} stands in the hostfile twice", where=where, hint="one line for each machine")
         if match[1].startswith("-"):
             raise MeshError(f"{match[1]} is no name of a machine", where=where, why="ssh would take it for an option")
         if not int(match[2]):
             raise MeshError(f"{match[1]} has no slots", where=where, hint="leave the line out, or slots=1 and more")
-        found[match[1]] = list(range(int(match[2])))
-    if not found:
+        hosts[match[1]] = list(range(int(match[2])))
+    if not hosts:
         raise MeshError("the hostfile names no machine", where=str(path), hint="NAME slots=N for each")
-    return found
+    return hosts
 
 
 def chosen(hosts: Hosts, include: str = "", exclude: str = "") -> Hosts:
@@ -58,22 +58,22 @@ def chosen(hosts: Hosts, include: str = "", exclude: str = "") -> Hosts:
         return hosts
     option = "--include" if include else "--exclude"
     named = _named(hosts, include or exclude, option)
-    left: Hosts = {}
+    selection: Hosts = {}
     for host, slots in hosts.items():
         if include:
-            kept = [s for s in slots if s in named.get(host, [])]
+            chosen_slots = [s for s in slots if s in named.get(host, [])]
         else:
-            kept = [s for s in slots if s not in named.get(host, [])]
-        if kept:
-            left[host] = kept
-    if not left:
+            chosen_slots = [s for s in slots if s not in named.get(host, [])]
+        if chosen_slots:
+            selection[host] = chosen_slots
+    if not selection:
         raise MeshError("no slot is left", where=option, why=f"{include or exclude!r} names all that there are")
-    return left
+    return selection
 
 
 def _named(hosts: Mapping[str, list[int]], text: str, option: str) -> Hosts:
     """Return the slots that a text like "worker-2:0@worker-3:0,1" names."""
-    found: Hosts = {}
+    selection: Hosts = {}
     for part in text.split("@"):
         match = _NODE.fullmatch(part.strip())
         if match is None:
@@ -87,8 +87,8 @@ def _named(hosts: Mapping[str, list[int]], text: str, option: str) -> Hosts:
                 raise MeshError(
                     f"{host} has no slot {slot}", where=option, hint=f"slots {hosts[host][0]} to {hosts[host][-1]}"
                 )
-        found.setdefault(host, []).extend(s for s in slots if s not in found.get(host, []))
-    return found
+        selection.setdefault(host, []).extend(s for s in slots if s not in selection.get(host, []))
+    return selection
 
 
 def limited(hosts: Hosts, nodes: int | None = None, each: int | None = None) -> Hosts:

@@ -61,7 +61,7 @@ def is_metric(module: nn.Module) -> bool:
 
 def _named(model: nn.Module, path: str) -> nn.Module:
     try:
-        found = model if path == SELF else model.get_submodule(path)
+        module = model if path == SELF else model.get_submodule(path)
     except AttributeError:
         children = ", ".join(name for name, _ in model.named_children())
         raise ModelError(
@@ -69,14 +69,14 @@ def _named(model: nn.Module, path: str) -> nn.Module:
             where="modules of ZGraphStrategy",
             hint=f"its children are {children}; {SELF!r} is the LightningModule itself, by its forward",
         ) from None
-    base = next(c for c in type(found).__mro__ if "forward" in vars(c))
-    if not has_forward(found) or (found is model and base.__module__.partition(".")[0] == "lightning"):
+    base = next(c for c in type(module).__mro__ if "forward" in vars(c))
+    if not has_forward(module) or (module is model and base.__module__.partition(".")[0] == "lightning"):
         raise ModelError(
-            f"{type(found).__name__} has no forward to compile",
+            f"{type(module).__name__} has no forward to compile",
             where="modules of ZGraphStrategy",
             hint="name modules that training_step calls; or write forward, and let training_step call self(…)",
         )
-    return found
+    return module
 
 
 def _refuse_nested(parts: Mapping[str, nn.Module]) -> None:
@@ -117,14 +117,14 @@ def _refuse_left_out(model: nn.Module, parts: Mapping[str, nn.Module]) -> None:
             holders.setdefault(id(param), []).append(path or SELF)
     measured = {id(p) for module in model.modules() if is_metric(module) for p in module.parameters()}
     for name, param in model.named_parameters():
-        held = holders.get(id(param), [])
-        if len(held) > 1:
+        paths = holders.get(id(param), [])
+        if len(paths) > 1:
             raise ModelError(
-                f"parameter {name!r} is in {held[0]!r} and in {held[1]!r}, which are compiled apart",
+                f"parameter {name!r} is in {paths[0]!r} and in {paths[1]!r}, which are compiled apart",
                 why="each would get a copy of its own, and they would no longer be one parameter",
                 hint=f"let one module hold both; or modules={SELF!r}, and let training_step call self(…)",
             )
-        if not held and id(param) not in measured:
+        if not paths and id(param) not in measured:
             raise ModelError(
                 f"parameter {name!r} is in no module that is compiled",
                 why="the plan would neither divide it nor average its gradient over the ranks",

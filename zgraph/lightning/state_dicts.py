@@ -19,10 +19,10 @@ def whole_state(model: nn.Module, parts: Mapping[str, nn.Module]) -> dict[str, A
 
 def cut_state(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state dict of whole tensors with each tensor sharded as the model's own."""
-    held = model.state_dict(keep_vars=True)
+    own_state = model.state_dict(keep_vars=True)
     return {
-        name: as_cut(value, held[name])
-        if isinstance(held.get(name), DTensor) and not isinstance(value, DTensor)
+        name: as_cut(value, own_state[name])
+        if isinstance(own_state.get(name), DTensor) and not isinstance(value, DTensor)
         else value
         for name, value in state.items()
     }

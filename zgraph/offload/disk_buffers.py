@@ -35,12 +35,14 @@ class Landing(threading.local):
         if self._kept is None:
             return aligned(size)
         idle = [memory for memory, own in self._kept if tensor_storage.holders(memory) == own]
-        found = next((m for m in idle if size <= m.numel() <= 2 * size), None)
-        if found is None:
+        buffer = next((m for m in idle if size <= m.numel() <= 2 * size), None)
+        if buffer is None:
             gone = {id(m) for m in idle}
-            found = aligned(size)
-            self._kept = [(m, n) for m, n in self._kept if id(m) not in gone] + [(found, tensor_storage.holders(found))]
-        return found[:size]
+            buffer = aligned(size)
+            self._kept = [(m, n) for m, n in self._kept if id(m) not in gone] + [
+                (buffer, tensor_storage.holders(buffer))
+            ]
+        return buffer[:size]
 
     @contextmanager
     def reused(self) -> Iterator[None]:

@@ -390,12 +390,12 @@ class FileStore:
         part = job.memory[begin : begin + PIECE]  # (whole blocks)
         self._move(job, part, begin)
         if slot.sums is not None and job.version == slot.version:
-            kept = part[: slot.nbytes - begin]
-            if zlib.crc32(kept) != slot.sums[piece]:
+            payload = part[: slot.nbytes - begin]
+            if zlib.crc32(payload) != slot.sums[piece]:
                 raise OffloadError(
                     "a tensor on disk is damaged",
                     where=str(self.folder),
-                    why=f"{len(kept)} bytes at offset {slot.offset + begin} of the file are not what was written there",
+                    why=f"{len(payload)} bytes at offset {slot.offset + begin} of the file are not what was written there",
                     hint="was it changed in a way that torch does not count (.data, numpy)? Then leave checksums out; else the disk, its "
                     "cable or its driver loses data: see the kernel's log, use another folder",
                 )
@@ -648,8 +648,8 @@ def _anonymous(folder: Path) -> int:
 
 
 def _free(folder: Path) -> int:
-    found = os.statvfs(folder)
-    return found.f_bavail * found.f_frsize
+    stats = os.statvfs(folder)
+    return stats.f_bavail * stats.f_frsize
 
 
 def _shut(pool: ThreadPoolExecutor, descriptors: set[int]) -> None:

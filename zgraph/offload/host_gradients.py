@@ -23,11 +23,11 @@ class Away(torch.Tensor):
 
     @staticmethod
     def __new__(cls, home: torch.Tensor, device: torch.device) -> Away:
-        made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        wrapper = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, home.size(), strides=home.stride(), dtype=home.dtype, device=device
         )
-        made.home = home
-        return made  # type: ignore[no-any-return]
+        wrapper.home = home
+        return wrapper  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Away({self.home!r}, device={str(self.device)!r})"
@@ -41,12 +41,12 @@ class Away(torch.Tensor):
         written = _written(func, args, kwargs)
         if any(not isinstance(x, Away) for x in written):
             return func(*_mapped(args, _on_device), **_mapped(kwargs, _on_device))
-        found = func(*_mapped(args, _on_host), **_mapped(kwargs, _on_host))
+        output = func(*_mapped(args, _on_host), **_mapped(kwargs, _on_host))
         if written:
             return written[0] if func._schema.returns else None
         if func is torch.ops.aten.clone.default or any(r.alias_info is not None for r in func._schema.returns):
-            return _mapped(found, lambda x: Away(x, device))
-        return _mapped(found, lambda x: x.to(kwargs.get("device") or device))
+            return _mapped(output, lambda x: Away(x, device))
+        return _mapped(output, lambda x: x.to(kwargs.get("device") or device))
 
 
 def storage_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -36,10 +36,10 @@ class HostMemory:
         if not size:
             return torch.empty_strided(shape, stride, dtype=dtype)
         try:
-            held = mmap.mmap(-1, size * dtype.itemsize)
+            mapping = mmap.mmap(-1, size * dtype.itemsize)
         except OSError as error:
             raise MemoryError(f"the host has no room for {size * dtype.itemsize} bytes more") from error
-        return torch.frombuffer(held, dtype=dtype).as_strided(tuple(shape), tuple(stride))
+        return torch.frombuffer(mapping, dtype=dtype).as_strided(tuple(shape), tuple(stride))
 
     def read(self, home: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, Wait]:
         """Start to copy `home`; return (a new tensor on `device`, which may be the host, a function that waits for its

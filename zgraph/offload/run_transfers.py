@@ -154,14 +154,14 @@ def _fetch(home: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _offload(x: torch.Tensor, tier: str) -> torch.Tensor:
-    found = _open.get(tier)
-    if found is None:
+    open_tier = _open.get(tier)
+    if open_tier is None:
         raise OffloadError(
             f"the tier {tier!r} is closed", why="its model is gone", hint="keep the model while it trains"
         )
-    home = found.tensor(x.shape, x.stride(), x.dtype)
+    home = open_tier.tensor(x.shape, x.stride(), x.dtype)
     if home.numel():
-        _flies(home, found.write(home, x))
+        _flies(home, open_tier.write(home, x))
     return home
 
 
