@@ -41,7 +41,7 @@ def parameters_of(program: Program, update: Program | None) -> list[dict[str, An
 
 
 def _row(spec: ParamSpec, found: _Uses, states: int, kept: bool) -> dict[str, Any]:
-    elements = math.prod(spec.shard_shape)
+    shard_elements = math.prod(spec.shard_shape)
     return {
         "name": spec.name,
         "shape": list(spec.whole_shape),
@@ -50,8 +50,8 @@ def _row(spec: ParamSpec, found: _Uses, states: int, kept: bool) -> dict[str, An
         "compute": _short(spec.compute_dtype),
         "layout": _layout(spec),
         "rows": spec.rows if spec.shard_dim else None,
-        "bytes": elements * spec.dtype.itemsize,
-        "gradient": elements * spec.grad_dtype.itemsize if spec.requires_grad else 0,
+        "bytes": shard_elements * spec.dtype.itemsize,
+        "gradient": shard_elements * spec.grad_dtype.itemsize if spec.requires_grad else 0,
         "states": states,
         "home": spec.home or "device",
         "forward": found.gathers[Phase.FORWARD],
