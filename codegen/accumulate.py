@@ -22,20 +22,20 @@ def summing(part: Program) -> Program:
     output any more. A gradient that is offloaded stays an output: it has arrived in its tier only when the program is
     over.
     """
-    made = part.snapshot()
-    made.name = f"{part.name}.summing"
-    left = []
-    for port, node in made.output_items():
+    program = part.snapshot()
+    program.name = f"{part.name}.summing"
+    outputs = []
+    for port, node in program.output_items():
         if port.role is not OutputRole.GRADIENT or info(node).home is not None:
-            left.append((port, node))
+            outputs.append((port, node))
             continue
-        with made.fake_mode:
+        with program.fake_mode:
             fake = torch.empty_like(node.meta["val"])
         record = info(node).replace(role=Role.ACCUMULATE, param=port.name, made_by="summing")
         name = "sum_" + re.sub(r"\W+", "_", port.name)
-        held = made.add_input(Port(InputRole.ACCUMULATOR, port.name), fake, record, name=name)
-        with made.graph.inserting_after(made.behind(node)):
-            made.call(torch.ops.aten.add_.Tensor, (held, node), record, name=f"add_to_{held.name}")
-    made.set_outputs(left)
-    made.recompile()
-    return made
+        accumulator = program.add_input(Port(InputRole.ACCUMULATOR, port.name), fake, record, name=name)
+        with program.graph.inserting_after(program.behind(node)):
+            program.call(torch.ops.aten.add_.Tensor, (accumulator, node), record, name=f"add_to_{accumulator.name}")
+    program.set_outputs(outputs)
+    program.recompile()
+    return program

@@ -57,8 +57,8 @@ def scratch(program: Program) -> int:
 def _large(node: fx.Node) -> bool:
     if node.target not in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
         return False
-    made, inner = tensor(node), tensor(node.all_input_nodes[-1]).shape[0]
-    return _worth(made, [*map(largest, made.shape)], largest(inner))
+    output, inner = tensor(node), tensor(node.all_input_nodes[-1]).shape[0]
+    return _worth(output, [*map(largest, output.shape)], largest(inner))
 
 
 def _worth(made: torch.Tensor, shape: Sequence[int], inner: int) -> bool:

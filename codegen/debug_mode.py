@@ -81,20 +81,20 @@ class _Checked:
 
     def __call__(self, values: list[Any]) -> Sequence[Any]:
         inputs = self.program.placeholders()
-        for given, node in zip(values, inputs, strict=True):
-            _land(given, node)
+        for argument, node in zip(values, inputs, strict=True):
+            _land(argument, node)
             if LAYOUT in self.kinds and not in_flight(node):
-                _refuse_layout(self.program, node, given, "comes in")
+                _refuse_layout(self.program, node, argument, "comes in")
         if VALUES not in self.kinds:
             return self._outputs(self.function(values))
-        kept, before = list(values), [_copied(v, n) for v, n in zip(values, inputs, strict=True)]
+        arguments, before = list(values), [_copied(v, n) for v, n in zip(values, inputs, strict=True)]
         device = next((v.device for v in values if isinstance(v, torch.Tensor)), torch.device("cpu"))
         states = random_states(device)
         self.observed.clear()
         results = self._outputs(self.function(values))
         with restored(states, device):
-            found = self._stepwise(before)
-        self._compare(found, results, list(zip(inputs, kept, before, strict=True)))
+            plain_values = self._stepwise(before)
+        self._compare(plain_values, results, list(zip(inputs, arguments, before, strict=True)))
         return results
 
     def _seen(self, name: str, value: Any) -> None:
@@ -115,14 +115,14 @@ class _Checked:
 
     def _stepwise(self, inputs: list[Any]) -> dict[str, Any]:
         looked_at = {n.name for n in self.ready.output_values()} | self.observed.keys()
-        found: dict[str, Any] = {}
+        plain_values: dict[str, Any] = {}
 
         def seen(node: fx.Node, value: Any) -> None:
             if node.name in looked_at and isinstance(value, torch.Tensor):
-                found[node.name] = value.detach().clone()
+                plain_values[node.name] = value.detach().clone()
 
         run_node_by_node(self.ready, inputs, seen)
-        return found
+        return plain_values
 
     def _compare(self, found: dict[str, Any], results: Sequence[Any], inputs: list[tuple[fx.Node, Any, Any]]) -> None:
         """Raise `WrongValueError` for the first node, in the program's order, whose value differs from what plain
@@ -167,8 +167,8 @@ def compare(
 
 def coarsest(program: Program) -> torch.dtype | None:
     """Return the dtype with the largest rounding error among a program's values, or None where none rounds."""
-    there = {t.dtype for n in program.graph.nodes for t in tensors(n) if t.dtype in TOLERANCE}
-    return max(there, key=lambda d: TOLERANCE[d], default=None)
+    dtypes = {t.dtype for n in program.graph.nodes for t in tensors(n) if t.dtype in TOLERANCE}
+    return max(dtypes, key=lambda d: TOLERANCE[d], default=None)
 
 
 def _land(value: Any, node: fx.Node) -> None:

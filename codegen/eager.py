@@ -67,9 +67,9 @@ class Code:
         """
 
         def show(name: str, value: Any) -> Any:
-            kept = self._as_promised(name, value)
-            seen(name, kept)
-            return kept
+            result = self._as_promised(name, value)
+            seen(name, result)
+            return result
 
         return self._build(self.source, self._every, {_KEEP: show})
 
@@ -106,9 +106,9 @@ class Code:
         """
         lines = source.splitlines()
         for at, line in enumerate(lines):
-            made = _CALL.match(line)
-            if made and made[1] in watched:
-                lines[at] = f"{line}; {made[1]} = {_KEEP}({made[1]!r}, {made[1]})"
+            match = _CALL.match(line)
+            if match and match[1] in watched:
+                lines[at] = f"{line}; {match[1]} = {_KEEP}({match[1]!r}, {match[1]})"
         scope = {**self.module.forward.__func__.__globals__, _KEEP: self._as_promised, **names}  # type: ignore[attr-defined]
         exec(compile("\n".join(lines), f"<{self.name}>", "exec"), scope)
         return functools.partial(scope["forward"], self.module)
@@ -155,8 +155,8 @@ class SizedCode(Code):
         return [*self._strides, *self._formulas]
 
     def _promised(self, name: str) -> Strides | None:
-        made = self._formulas.get(name)
-        return made(*self._now.point) if made is not None else self._strides.get(name)
+        formula = self._formulas.get(name)
+        return formula(*self._now.point) if formula is not None else self._strides.get(name)
 
     def _as_promised(self, name: str, value: Any) -> Any:
         strides = self._promised(name)
@@ -183,5 +183,5 @@ class SizedCode(Code):
 def _calls(source: str, program: Program) -> tuple[tuple[int, int], ...]:
     """Return (line of the source, position in the graph) of each operator."""
     at = {n.name: i for i, n in enumerate(program.graph.nodes) if n.op == "call_function"}
-    found = [(line, _CALL.match(text)) for line, text in enumerate(source.splitlines())]
-    return tuple((line, at[match[1]]) for line, match in found if match and match[1] in at)
+    matches = [(line, _CALL.match(text)) for line, text in enumerate(source.splitlines())]
+    return tuple((line, at[match[1]]) for line, match in matches if match and match[1] in at)

@@ -142,8 +142,8 @@ class Executable:
     def _sized_from_outside(self) -> tuple[tuple[int, Callable[..., Strides]], ...]:
         """`Edge.from_outside` for inputs whose strides depend on the call's sizes: (position, strides by sizes)."""
         names = tuple(s.name for s in self.program.sizes.symbols)
-        found = ((at, promised_at(node, names)) for at, node in _given_by_others(self.program))
-        return tuple((at, strides) for at, strides in found if strides is not None)
+        formulas = ((at, promised_at(node, names)) for at, node in _given_by_others(self.program))
+        return tuple((at, strides) for at, strides in formulas if strides is not None)
 
     def _lay_out_sized(self, values: list[Any]) -> None:
         point = [values[at] for at in self.sized]
@@ -160,9 +160,9 @@ class Executable:
             if (line.file, line.function) == (Executable.run.__code__.co_filename, Executable.run.__name__):
                 return None
             if line.function in ("forward", "call") and 0 < line.number <= len(lines):
-                found = _node_at(lines, line.number - 1, by_name)
-                if found is not None:
-                    return found
+                node = _node_at(lines, line.number - 1, by_name)
+                if node is not None:
+                    return node
         return None
 
     def run(self, values: list[Any]) -> Sequence[Any]:
@@ -219,14 +219,14 @@ def failing_node(error: BaseException, executable: Executable) -> fx.Node | None
     """Return the program's node whose line of the generated code raised, or None if it can't be told."""
     lines = executable.source.splitlines()
     traceback = error.__traceback__
-    found: fx.Node | None = None
+    node: fx.Node | None = None
     by_name = {n.name: n for n in executable.program.graph.nodes}
     while traceback is not None:
         code, line = traceback.tb_frame.f_code, traceback.tb_lineno
         if code.co_name in ("forward", "call") and 0 < line <= len(lines):
-            found = _node_at(lines, line - 1, by_name) or found
+            node = _node_at(lines, line - 1, by_name) or node
         traceback = traceback.tb_next
-    return found
+    return node
 
 
 def _node_at(lines: list[str], at: int, by_name: dict[str, fx.Node]) -> fx.Node | None:

@@ -62,14 +62,14 @@ def compile_inductor(
     code = kept.take(key) if kept is not None and key is not None else None
     if code is not None and (loaded := _loaded(program, code)) is not None:
         return loaded
-    made = _compiled(program, how)
-    executable = made.executable
-    if kept is not None and key is not None and made.record is not None:
-        kept.keep(key, Code.of(executable, made.record))
+    compiled = _compiled(program, how)
+    executable = compiled.executable
+    if kept is not None and key is not None and compiled.record is not None:
+        kept.keep(key, Code.of(executable, compiled.record))
     if not program.sizes:
         return executable
     names = tuple(s.name for s in program.sizes.symbols)
-    executable.function = SizedFunction(program, how, executable.sized, names, [(made.fits, executable.function)])
+    executable.function = SizedFunction(program, how, executable.sized, names, [(compiled.fits, executable.function)])
     return executable
 
 
@@ -118,9 +118,9 @@ class SizedFunction:
         sizes = dict(zip(self.names, point, strict=True))
         logger.info("%s: compiled once more, for sizes like %s", self.program.name, sizes)
         with compile_lock.ONE_AT_A_TIME:
-            found = _compiled(self.program, self.how, sizes)
-        self.made.append((found.fits, found.executable.function))
-        return found.executable.function(values)
+            compiled = _compiled(self.program, self.how, sizes)
+        self.made.append((compiled.fits, compiled.executable.function))
+        return compiled.executable.function(values)
 
 
 def _compiled(program: Program, how: _How, point: Mapping[str, int] | None = None) -> _Compiled:
@@ -129,21 +129,21 @@ def _compiled(program: Program, how: _How, point: Mapping[str, int] | None = Non
     decided = remade(program, point) if program.sizes else program
     known = symbols.known(decided.fake_mode.shape_env) if program.sizes else 0
     ready = lowered(decided, groups)
-    held = [n for p, n in ready.input_items() if p.role not in _LET_GO]
+    held_inputs = [n for p, n in ready.input_items() if p.role not in _LET_GO]
     fixed = [
         i
         for i, (port, node) in enumerate(program.output_items())
         if how.fix_saved or program.sizes or port.role is not OutputRole.SAVED or _in_flight(node)
     ]
     try:
-        function, source, strides = _generated(ready, held, fixed, how)
+        function, source, strides = _generated(ready, held_inputs, fixed, how)
     except Exception as error:
         raise _lowering_error(error, program) from error
     _check_order(source, program, ready)
     at = {node: i for i, node in enumerate(program.graph.nodes)}
     rebuild = functools.partial(_rebuild, function)
     joined = isinstance(function, GeneratedCode)
-    made = Executable(
+    executable = Executable(
         program,
         rebuild(source, {}) if joined or _FALLBACK_RESULT.search(source) else function,
         source,
@@ -153,7 +153,9 @@ def _compiled(program: Program, how: _How, point: Mapping[str, int] | None = Non
         tuple((line, at[node]) for line, node in launch_lines(source, program)),
         rebuild,
     )
-    return _Compiled(made, _fits(decided, known), function.record if joined else inductor_code.record_of(function))
+    return _Compiled(
+        executable, _fits(decided, known), function.record if joined else inductor_code.record_of(function)
+    )
 
 
 def _loaded(program: Program, code: Code) -> Executable | None:
@@ -176,10 +178,10 @@ def _generated(ready: Program, held: list[fx.Node], fixed: list[int], how: _How)
     `GeneratedCode` without a function; any other one is compiled whole.
     """
     results = ready.output_values()
-    found = sections(ready, set(held), {results[at] for at in fixed})
-    if found:
+    equal_sections = sections(ready, set(held), {results[at] for at in fixed})
+    if equal_sections:
         try:
-            return _of_sections(ready, found, how)
+            return _of_sections(ready, equal_sections, how)
         except UnknownFormError as error:
             logger.warning("%s: Inductor compiles it whole: of the code for its sections, %s", ready.name, error)
     return _of_graph(ready.module, ready, held, fixed, how)
@@ -192,10 +194,10 @@ def _of_sections(ready: Program, found: list[Section], how: _How) -> tuple[Gener
     for section in found:
         if section.key not in codes:
             module, at = section.module(ready.module), section.names()
-            there = {n.name: n for n in module.graph.nodes}
+            by_name = {n.name: n for n in module.graph.nodes}
             fixed = [i for i, n in enumerate(section.gives) if n in section.fixed]
-            held = [there[at[n]] for n in section.takes if n in section.held]
-            compiled, source, chosen[section.key] = _of_graph(module, ready, held, fixed, how)
+            held_inputs = [by_name[at[n]] for n in section.takes if n in section.held]
+            compiled, source, chosen[section.key] = _of_graph(module, ready, held_inputs, fixed, how)
             codes[section.key] = GeneratedCode(
                 source,
                 inductor_code.constants_of(compiled),
@@ -332,11 +334,13 @@ def kernels(source: str, program: Program) -> tuple[Kernel, ...]:
         _base(str(n.meta["original_aten"])) for n in program.graph.nodes if n.meta.get("original_aten") is not None
     }
     body = "\n".join(_body(source))
-    found = []
+    fused_kernels = []
     for match in _DEFINITION.finditer(source):
         calls = len(re.findall(rf"\b{match['name']}(?:\.run)?\(", body))
-        found.append(Kernel(match["name"], _operators(match["operators"], known) or (match["operators"],), calls))
-    return tuple(found)
+        fused_kernels.append(
+            Kernel(match["name"], _operators(match["operators"], known) or (match["operators"],), calls)
+        )
+    return tuple(fused_kernels)
 
 
 def library_calls(source: str) -> tuple[Kernel, ...]:
@@ -366,16 +370,16 @@ def launches(source: str, program: Program) -> list[fx.Node]:
 def launch_lines(source: str, program: Program) -> list[tuple[int, fx.Node]]:
     """Return (line of the call from 0, node) of each of these `launches`."""
     by_name = {n.name: n for n in program.graph.nodes if n.op == "call_function"}
-    found: list[tuple[int, fx.Node]] = []
+    calls: list[tuple[int, fx.Node]] = []
     origins: list[str] = []
     lines = source.splitlines()
     for at, line in enumerate(lines[_start(lines) :], _start(lines)):
         if comment := _COMMENT.search(line):
             origins = comment.group(1).split(", ")
         elif origins and (_EXTERN.search(line) or re.search(r"= torch\.ops\.|^\s*torch\.ops\.", line)):
-            found += [(at, by_name[n]) for n in origins if n in by_name][-1:]  # (a product's views stand before it)
+            calls += [(at, by_name[n]) for n in origins if n in by_name][-1:]  # (a product's views stand before it)
             origins = []
-    return found
+    return calls
 
 
 def _check_order(source: str, program: Program, ready: Program) -> None:
@@ -384,21 +388,21 @@ def _check_order(source: str, program: Program, ready: Program) -> None:
 
     A bucket is one collective in `ready`, which is what was compiled: its first member stands for it.
     """
-    there = {n.name for n in ready.graph.nodes}
+    compiled_names = {n.name for n in ready.graph.nodes}
     expected = [n for n in program.graph.nodes if collectives.is_start(n) or collectives.is_wait(n)]
-    expected = [n for n in expected if n.name in there]
-    made = [n for n in launches(source, program) if collectives.is_start(n) or collectives.is_wait(n)]
-    if made == expected:
+    expected = [n for n in expected if n.name in compiled_names]
+    actual = [n for n in launches(source, program) if collectives.is_start(n) or collectives.is_wait(n)]
+    if actual == expected:
         return
     at = next(
-        (i for i, (a, b) in enumerate(zip(made, expected, strict=False)) if a is not b),
-        min(len(made), len(expected)),
+        (i for i, (a, b) in enumerate(zip(actual, expected, strict=False)) if a is not b),
+        min(len(actual), len(expected)),
     )
-    node = expected[at] if at < len(expected) else made[at]
+    node = expected[at] if at < len(expected) else actual[at]
     raise LoweringError(
         f"Inductor's code for {program.name} communicates in another order than the program: the first that differs is {node.name!r}",
         where=f"{info(node).source or 'unknown line'} (module {info(node).module or 'root'})",
-        why=f"the program has {[n.name for n in expected[at : at + 3]]} there, the code {[n.name for n in made[at : at + 3]]}",
+        why=f"the program has {[n.name for n in expected[at : at + 3]]} there, the code {[n.name for n in actual[at : at + 3]]}",
         hint='use backend="eager", and report this: it is a fault of zgraph or of this torch',
     )
 

@@ -109,8 +109,8 @@ class Timed:
         """Return (seconds in starts of collectives, number of starts) of a run."""
         nodes = list(self.executable.program.graph.nodes)
         calls = [(nodes[at], run.intervals[2 * i + 1]) for i, (_, at) in enumerate(self.executable.calls)]
-        found = [seconds for node, seconds in calls if collectives.is_start(node)]
-        return sum(found), len(found)
+        durations = [seconds for node, seconds in calls if collectives.is_start(node)]
+        return sum(durations), len(durations)
 
     def longer(self, alone: Sequence[Run], beside: Sequence[Run]) -> float:
         """Return how many seconds more its computation takes with transfers `beside` it than `alone`.
@@ -135,10 +135,10 @@ class Timed:
         """
         runs = [run.intervals for run in taken]
         estimate = costs.compute(self.executable.program)
-        found = shared([statistics.median(each) for each in zip(*runs, strict=True)], self.executable, estimate)
+        node_seconds = shared([statistics.median(each) for each in zip(*runs, strict=True)], self.executable, estimate)
         whole = statistics.median(sum(shared(run, self.executable, estimate).values()) for run in runs)
-        total = sum(found.values())
-        return {node: seconds * whole / total for node, seconds in found.items()} if total else found
+        total = sum(node_seconds.values())
+        return {node: seconds * whole / total for node, seconds in node_seconds.items()} if total else node_seconds
 
 
 def instrumented(executable: Executable) -> str:
@@ -180,7 +180,7 @@ def shared(intervals: Sequence[float], executable: Executable, estimate: dict[fx
     for position, node in enumerate(nodes):
         if node in estimate and node not in own:
             between[bisect.bisect(at, position)].append(node)
-    found = dict.fromkeys(estimate, 0.0)
+    node_seconds = dict.fromkeys(estimate, 0.0)
     owed = 0.0
     last: fx.Node | None = None
     for i, members in enumerate(between):
@@ -188,15 +188,15 @@ def shared(intervals: Sequence[float], executable: Executable, estimate: dict[fx
         if members:
             whole = sum(estimate[n] for n in members)
             for node in members:
-                found[node] += owed * (estimate[node] / whole if whole else 1 / len(members))
+                node_seconds[node] += owed * (estimate[node] / whole if whole else 1 / len(members))
             owed, last = 0.0, members[-1]
         if i < len(calls):
             node = calls[i]
             if computes(node):
-                found[node] += owed + intervals[2 * i + 1]
+                node_seconds[node] += owed + intervals[2 * i + 1]
                 owed, last = 0.0, node
             elif not (collectives.is_start(node) or collectives.is_wait(node)):
                 owed += intervals[2 * i + 1]
     if last is not None:
-        found[last] += owed
-    return found
+        node_seconds[last] += owed
+    return node_seconds

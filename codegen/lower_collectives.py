@@ -73,17 +73,17 @@ def _in_place(program: Program, wait: fx.Node) -> None:
 def _as_all_to_all(program: Program, start: fx.Node, group: str, rank: int) -> None:
     """Replace a shift to the next rank by an all-to-all: all rows are sent to the next rank and received from the one
     before."""
-    given, ranks = start.args[:2]
+    operand, ranks = start.args[:2]
     rows = tensor(start).shape[0]
-    sent, taken = ([rows if r == other % ranks else 0 for r in range(ranks)] for other in (rank + 1, rank - 1))  # type: ignore[operator,arg-type]
+    sent, received = ([rows if r == other % ranks else 0 for r in range(ranks)] for other in (rank + 1, rank - 1))  # type: ignore[operator,arg-type]
     with program.graph.inserting_before(start):
-        made = program.call(
-            collectives.ALL_TO_ALL, (given, taken, sent, group), info(start), name=f"{start.name}_to_next"
+        all_to_all = program.call(
+            collectives.ALL_TO_ALL, (operand, received, sent, group), info(start), name=f"{start.name}_to_next"
         )
-    start.replace_all_uses_with(made)
+    start.replace_all_uses_with(all_to_all)
     name = start.name
     program.graph.erase_node(start)
-    made.name = name
+    all_to_all.name = name
 
 
 def _as_all_reduce(program: Program, start: fx.Node, rank: int) -> None:

@@ -29,25 +29,25 @@ def run_node_by_node(ready: Program, values: Sequence[Any], seen: Callable[[fx.N
     `seen(node, value)` is called for each node in order; for a value that is fetched or offloaded, once the transfer
     is complete. All ranks must call it.
     """
-    held: dict[fx.Node, Any] = {}
+    live_values: dict[fx.Node, Any] = {}
     left = {node: len(node.users) for node in ready.graph.nodes}
-    given = iter(values)
+    inputs = iter(values)
     with torch.no_grad(), autograd_state.below_autograd():
         for node in ready.graph.nodes:
             if node.op == "output":
                 return
-            held[node] = _value(ready, node, held, given)
+            live_values[node] = _value(ready, node, live_values, inputs)
             if not any(map(mutates, (node, *node.users))) and (strides := promised(node)) is not None:
-                held[node] = laid_out(held[node], strides)
+                live_values[node] = laid_out(live_values[node], strides)
             if node.target is transfers_to_host.MOVED_IN_PLACE:
-                seen(transfers_to_host.start_of(node), held[transfers_to_host.start_of(node)])
+                seen(transfers_to_host.start_of(node), live_values[transfers_to_host.start_of(node)])
             elif not transfers_to_host.is_start(node) and node.target is not aten.empty.memory_format:
-                seen(node, held[node])
+                seen(node, live_values[node])
             for used in node.all_input_nodes:
                 left[used] -= 1
             for done in (*node.all_input_nodes, node):
                 if not left[done]:
-                    held.pop(done, None)
+                    live_values.pop(done, None)
 
 
 def _value(ready: Program, node: fx.Node, held: dict[fx.Node, Any], given: Any) -> Any:

@@ -62,7 +62,7 @@ def split(program: Program, *, apart: bool = False) -> Parts:
     ahead = _cut_ahead(joint)
     gradients = [item for item in joint.output_items() if of_backward(*item)]
     results = [item for item in joint.output_items() if not of_backward(*item)]
-    kept = {node: port for port, node in results if port.role is OutputRole.UNSHARDED}
+    unsharded_ports = {node: port for port, node in results if port.role is OutputRole.UNSHARDED}
     backward_nodes = [
         n for n in joint.graph.nodes if n.op not in ("placeholder", "output") and info(n).phase is Phase.BACKWARD
     ]
@@ -70,7 +70,7 @@ def split(program: Program, *, apart: bool = False) -> Parts:
     ports = dict(zip(joint.placeholders(), joint.inputs, strict=True))
     crossing = _protect_mutated(joint, crossing, ports, backward_nodes, gradients)
     crossing = _look_again(joint, crossing)
-    saved = [n for n in crossing if n.op != "placeholder" and n not in kept]
+    saved = [n for n in crossing if n.op != "placeholder" and n not in unsharded_ports]
     saved.sort(key=lambda n: n.name)  # (variants of a program may have views at other positions)
     forward = _extract(
         joint,
@@ -80,14 +80,18 @@ def split(program: Program, *, apart: bool = False) -> Parts:
     )
     if not gradients:
         return Parts(forward, None, ahead)
-    taken: list[tuple[Port, fx.Node]] = [(Port(InputRole.SAVED, n.name), n) for n in saved]
-    taken += [(Port(InputRole.UNSHARDED, kept[n].name), n) for n in crossing if n in kept]
-    taken += [(ports[n], n) for n in crossing if n.op == "placeholder" and ports[n].role is not InputRole.SIZE]
-    taken += [(p, n) for n, p in ports.items() if p.role in _BACKWARD_ONLY or p.role is InputRole.SIZE]
+    backward_inputs: list[tuple[Port, fx.Node]] = [(Port(InputRole.SAVED, n.name), n) for n in saved]
+    backward_inputs += [
+        (Port(InputRole.UNSHARDED, unsharded_ports[n].name), n) for n in crossing if n in unsharded_ports
+    ]
+    backward_inputs += [
+        (ports[n], n) for n in crossing if n.op == "placeholder" and ports[n].role is not InputRole.SIZE
+    ]
+    backward_inputs += [(p, n) for n, p in ports.items() if p.role in _BACKWARD_ONLY or p.role is InputRole.SIZE]
     if apart:
-        first, second = _apart(joint, taken, gradients)
+        first, second = _apart(joint, backward_inputs, gradients)
         return Parts(forward, first, ahead, second)
-    return Parts(forward, _extract(joint, "backward", inputs=taken, outputs=gradients), ahead)
+    return Parts(forward, _extract(joint, "backward", inputs=backward_inputs, outputs=gradients), ahead)
 
 
 def _apart(
@@ -132,19 +136,19 @@ def _cut_ahead(joint: Program) -> tuple[Program, ...]:
         if info(gather.start).ahead:
             buckets.setdefault(info(gather.start).bucket or gather.start.name, []).append(gather)
     ports = dict(zip(joint.placeholders(), joint.inputs, strict=True))
-    made = []
+    programs = []
     for number, gathers in enumerate(buckets.values()):
         shards = dict.fromkeys(gather.operand for gather in gathers)
         outputs = [(Port(OutputRole.IN_FLIGHT, gather.name), gather.start) for gather in gathers]
-        made.append(_extract(joint, f"ahead{number}", [(ports[n], n) for n in shards], outputs, Phase.FORWARD))
+        programs.append(_extract(joint, f"ahead{number}", [(ports[n], n) for n in shards], outputs, Phase.FORWARD))
     for gather in (gather for gathers in buckets.values() for gather in gathers):
         start = gather.start
         port = Port(InputRole.IN_FLIGHT, gather.name)
-        came = joint.add_input(port, start.meta["val"], info(start), name=start.name)
-        start.replace_all_uses_with(came)
+        new_input = joint.add_input(port, start.meta["val"], info(start), name=start.name)
+        start.replace_all_uses_with(new_input)
         for node in reversed([*gather.before, start]):
             joint.graph.erase_node(node)
-    return tuple(made)
+    return tuple(programs)
 
 
 def _crossing(joint: Program, backward: list[fx.Node], gradients: list[fx.Node]) -> list[fx.Node]:
@@ -153,17 +157,17 @@ def _crossing(joint: Program, backward: list[fx.Node], gradients: list[fx.Node])
     A release does not count as reading: the buffer of a kept weight is released with the view that the backward takes,
     and would outlive it as an input of its own. Arithmetic on sizes is left out, since the backward repeats it.
     """
-    found: dict[fx.Node, None] = {}
+    crossing: dict[fx.Node, None] = {}
     readers = [n for n in backward if n.target is not ops.RELEASE]
     for node in [*(u for n in readers for u in n.all_input_nodes), *gradients]:
         of_sizes = is_symbolic(node.meta.get("val"))
         if info(node).phase is Phase.FORWARD and node.op != "get_attr" and not of_sizes:
-            found[node] = None
-    for start in [n for n in found if collectives.is_start(n)]:  # its operand must live until it is waited for
+            crossing[node] = None
+    for start in [n for n in crossing if collectives.is_start(n)]:  # its operand must live until it is waited for
         operand = start.all_input_nodes[0]
         if operand.op != "placeholder":
-            found[operand] = None
-    for node in found:
+            crossing[operand] = None
+    for node in crossing:
         if not isinstance(node.meta.get("val"), torch.Tensor):
             raise CaptureError(
                 "the model turns a tensor into a Python number that its backward needs",
@@ -171,7 +175,7 @@ def _crossing(joint: Program, backward: list[fx.Node], gradients: list[fx.Node])
                 why=f"value {node.name!r} is known only when the forward runs",
                 hint="keep it a tensor (leave out .item(), float(), int())",
             )
-    return sorted(found)
+    return sorted(crossing)
 
 
 def _protect_mutated(
@@ -207,13 +211,13 @@ def _look_again(joint: Program, crossing: list[fx.Node]) -> list[fx.Node]:
 
     A view that is saved beside its base would be counted twice in the bytes of the backward's inputs.
     """
-    held = {n for n in crossing if n.op != "placeholder"} - {n for _, n in joint.output_items()}
-    for node in [n for n in crossing if n in held and is_view(n)]:
+    saved = {n for n in crossing if n.op != "placeholder"} - {n for _, n in joint.output_items()}
+    for node in [n for n in crossing if n in saved and is_view(n)]:
         chain = [node]
-        while (base := chain[-1].all_input_nodes[0]) not in held and base.op != "placeholder" and is_view(base):
+        while (base := chain[-1].all_input_nodes[0]) not in saved and base.op != "placeholder" and is_view(base):
             chain.append(base)
         readers = sorted(u for u in node.users if info(u).phase is Phase.BACKWARD and u.target is not ops.RELEASE)
-        if base not in held or not readers:
+        if base not in saved or not readers:
             continue
         copies: dict[fx.Node, fx.Node] = {}
         with joint.graph.inserting_before(readers[0]):
@@ -221,7 +225,7 @@ def _look_again(joint: Program, crossing: list[fx.Node]) -> list[fx.Node]:
                 copies[link] = joint.repeat(link, copies, "partition")
         for user in readers:
             user.replace_input_with(node, copies[node])
-        held.discard(node)
+        saved.discard(node)
         crossing = [n for n in crossing if n is not node]
     return crossing
 
@@ -265,11 +269,11 @@ def _extract(
 def _needed(roots: list[fx.Node], given: set[fx.Node], joint: Program, phase: Phase) -> set[fx.Node]:
     marks = [n for n in joint.graph.nodes if n.target is ops.RELEASE and info(n).phase is phase]
     stack = list(roots)
-    found: set[fx.Node] = set()
+    needed: set[fx.Node] = set()
     while stack:
         node = stack.pop()
-        if node in found or node in given:
+        if node in needed or node in given:
             continue
-        found.add(node)
+        needed.add(node)
         stack.extend(node.all_input_nodes)
-    return found | {m for m in marks if all(a in found for a in m.all_input_nodes)}
+    return needed | {m for m in marks if all(a in needed for a in m.all_input_nodes)}

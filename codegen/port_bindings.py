@@ -24,10 +24,10 @@ class Sources:
 
     def and_for_call(self, by_role: Mapping[InputRole, Source]) -> Sources:
         """Return these sources, with those of one call added."""
-        made = Sources.__new__(Sources)
-        made.functions = self.functions.copy()
-        made._set(by_role)
-        return made
+        sources = Sources.__new__(Sources)
+        sources.functions = self.functions.copy()
+        sources._set(by_role)
+        return sources
 
     def _set(self, by_role: Mapping[InputRole, Source]) -> None:
         for role, source in by_role.items():

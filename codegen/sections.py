@@ -113,14 +113,14 @@ def sections(program: Program, held: Set[fx.Node], fixed: Set[fx.Node]) -> list[
         return []
     for depth in _DEPTHS:
         try:
-            found = _with_unequal_joined(program, held, fixed, _starts(program, depth))
+            candidates = _with_unequal_joined(program, held, fixed, _starts(program, depth))
         except _NotTensors:
             continue
-        kinds = {s.key: len(s.nodes) for s in found}
-        whole = sum(len(s.nodes) for s in found)
+        kinds = {s.key: len(s.nodes) for s in candidates}
+        whole = sum(len(s.nodes) for s in candidates)
         fewer = whole - sum(kinds.values())
-        if fewer >= max(MIN_FEWER, MIN_SHARE * whole) and whole >= MIN_SIZE * len(found):
-            return found
+        if fewer >= max(MIN_FEWER, MIN_SHARE * whole) and whole >= MIN_SIZE * len(candidates):
+            return candidates
     return []
 
 
@@ -152,13 +152,13 @@ def _starts(program: Program, depth: int) -> list[int]:
             layer = layer_of(node, depth)
             if layer is not None:
                 places[layer].append(at)
-    found = {0}
+    starts = {0}
     before = last = -1  # the middle and the end of the layer before
     for middle, layer in sorted((statistics.median_low(own), layer) for layer, own in places.items()):
-        found.add(next(at for at in places[layer] if at > before))
+        starts.add(next(at for at in places[layer] if at > before))
         before, last = middle, places[layer][-1]
-    found.update(computing[bisect.bisect(computing, last) :][:1])
-    return sorted(found)
+    starts.update(computing[bisect.bisect(computing, last) :][:1])
+    return sorted(starts)
 
 
 def _calls(program: Program) -> list[fx.Node]:
@@ -191,7 +191,7 @@ class _Cut:
         last = {node: number for number, taken in enumerate(takes) for node in taken}
         waits = self._waits()
         given = {*last, *self.results, *waits}
-        found = []
+        all_sections = []
         for number, own in enumerate(nodes):
             gives = tuple(n for n in own if n in given and self.owner.get(n) == number)
             if not all(isinstance(value(n), torch.Tensor) for n in (*takes[number], *gives)):
@@ -206,8 +206,8 @@ class _Cut:
             drops = tuple(n for n in ends if until.get(n) != number)
             lives = frozenset(n for n in takes[number] if n not in ends)
             fixed = frozenset(n for n in gives if n in last or n in waits or n in self.fixed)
-            found.append(Section(tuple(own), takes[number], gives, lives, fixed, drops, dict(after)))
-        return found
+            all_sections.append(Section(tuple(own), takes[number], gives, lives, fixed, drops, dict(after)))
+        return all_sections
 
     def _nodes(self, number: int) -> Iterator[fx.Node]:
         """Yield the nodes of a section in order: its own calls, and views and constants repeated before their first
@@ -237,15 +237,15 @@ class _Cut:
 
         Each value is given with the last such wait.
         """
-        found: dict[fx.Node, fx.Node] = {}
+        last_waits: dict[fx.Node, fx.Node] = {}
         for start in self.calls:
             if start.target not in _READS_OPERAND:
                 continue
             ends = [start, *(u for u in start.users if u.target is operator.getitem)]
             for wait in sorted(w for end in ends for w in end.users if collectives.is_wait(w)):
                 if self.owner[wait] != self.owner[start]:
-                    found.update((root_of(a), wait) for a in _operands(start) if root_of(a) not in self.held)
-        return found
+                    last_waits.update((root_of(a), wait) for a in _operands(start) if root_of(a) not in self.held)
+        return last_waits
 
 
 def _is_exchange(node: fx.Node) -> bool:

@@ -64,19 +64,19 @@ class UpdateExecutable:
         `values` are those of the inputs in order; the list is emptied. `written` is called with the names of
         parameters whose update is done.
         """
-        held = dict(zip((n.name for n in self.program.placeholders()), values, strict=True))
+        live_values = dict(zip((n.name for n in self.program.placeholders()), values, strict=True))
         values.clear()
         for at in range(self._now):
-            self._chunk(at, held)
+            self._chunk(at, live_values)
             written(self.chunks[at].writes)
-        results = [held[n.name] for n in self.program.output_values()]
+        results = [live_values[n.name] for n in self.program.output_values()]
 
         def rest() -> None:
             for at in range(self._now, len(self.chunks)):
-                for taken in (held[n] for n in self.chunks[at].takes):
-                    if taken.is_cuda:  # (made for another stream, which may use its memory again)
-                        taken.record_stream(torch.cuda.current_stream(taken.device))
-                self._chunk(at, held)
+                for tensor in (live_values[n] for n in self.chunks[at].takes):
+                    if tensor.is_cuda:  # (made for another stream, which may use its memory again)
+                        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+                self._chunk(at, live_values)
 
         return results, rest
 
@@ -102,13 +102,13 @@ def _late(chunks: list[Chunk], params: Collection[str]) -> list[Chunk]:
             info(n).param in params or (transfers_to_host.is_host_transfer(n) and info(n).param is None) for n in nodes
         )
 
-    found = [c for c in chunks if params and only(c)]
+    late_chunks = [c for c in chunks if params and only(c)]
     while True:
-        needed = {name for c in chunks if c not in found for name in c.takes}
-        left = [c for c in found if not needed.intersection(c.gives)]
-        if len(left) == len(found):
-            return found
-        found = left
+        needed = {name for c in chunks if c not in late_chunks for name in c.takes}
+        left = [c for c in late_chunks if not needed.intersection(c.gives)]
+        if len(left) == len(late_chunks):
+            return late_chunks
+        late_chunks = left
 
 
 def compile_chunks(
@@ -118,15 +118,15 @@ def compile_chunks(
 
     For `late` see `UpdateExecutable`.
     """
-    made: dict[str, Executable] = {}
+    executables: dict[str, Executable] = {}
     chunks: list[Chunk] = []
     places = {node: port.name for port, node in program.input_items() if port.role is InputRole.PARAMETER}
     for nodes in groups_of(program):
         part = _part(program, nodes, len(chunks))
         key = canonical(part)
-        if key not in made:
-            made[key] = compile_one(part)
-        same = made[key]
+        if key not in executables:
+            executables[key] = compile_one(part)
+        same = executables[key]
         executable = replace(same, program=part)
         gives = tuple(p.name for p in part.outputs)
         writes = tuple(places[n.all_input_nodes[0]] for n in nodes if is_write(n) and n.all_input_nodes[0] in places)

@@ -44,8 +44,8 @@ def _fp8_of(x):
     size = bits & 0x7FFFFFFF
     small = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.uint32, bitcast=True) - 0x46800000
     large = (size - 0x3C000000 + 0x7FFFF + ((size >> 20) & 1)) >> 20
-    found = tl.where(size < 0x3C800000, small, large)
-    return (sign | tl.where(size >= 0x43F00000, 127, found)).to(tl.uint8)
+    rounded = tl.where(size < 0x3C800000, small, large)
+    return (sign | tl.where(size >= 0x43F00000, 127, rounded)).to(tl.uint8)
 
 
 @triton.jit
@@ -76,8 +76,8 @@ def _scaled(x, scale):
 @triton.jit
 def _largest_of(x):
     """Return the largest absolute value, or NaN if any element is NaN."""
-    found = tl.max(tl.where(x == x, tl.abs(x), 0.0))
-    return tl.where(tl.max((x != x).to(tl.int32)) > 0, float("nan"), found)
+    largest = tl.max(tl.where(x == x, tl.abs(x), 0.0))
+    return tl.where(tl.max((x != x).to(tl.int32)) > 0, float("nan"), largest)
 
 
 @triton.jit
@@ -138,8 +138,8 @@ def dequantize_kernel(sent, x, count, blocks, size, BLOCK: tl.constexpr, LEN: tl
     each = tl.arange(0, LEN)
     here = at * BLOCK + each
     inside = (each < BLOCK) & (here < count)
-    found = _back(sent + part * size, at, here, inside, blocks, KIND)
-    tl.store(x + part * count + here, found.to(x.dtype.element_ty), mask=inside)
+    values = _back(sent + part * size, at, here, inside, blocks, KIND)
+    tl.store(x + part * count + here, values.to(x.dtype.element_ty), mask=inside)
 
 
 @triton.jit
