@@ -33,17 +33,17 @@ def lacking(beside: Sequence[S], variant: Variant, made: Callable[[S], bool]) ->
 
     Raises `RankMismatchError` where their collectives differ in this variant.
     """
-    found = [one for one in beside if not made(one)]
-    if found and len(beside) > 1:
+    lacking_steps = [one for one in beside if not made(one)]
+    if lacking_steps and len(beside) > 1:
         refuse_unlike(beside, variant)
-    return found
+    return lacking_steps
 
 
 def refuse_unlike(steps: Sequence[Step], variant: Variant) -> None:
     """Raise `RankMismatchError` unless these programs have the same collectives, so that each rank can run any of them."""
     for step in steps[1:]:
-        if found := difference(steps[0], step, variant):
-            where, why = found
+        if mismatch := difference(steps[0], step, variant):
+            where, why = mismatch
             raise RankMismatchError(
                 "ranks have batches that no one program serves, and the programs communicate in different ways",
                 where=f"programs {steps[0].name} and {step.name}, {where}",
@@ -78,15 +78,15 @@ def collectives_in_order(program: Program) -> list[str]:
 
     At the end are the whole weights that the program hands on, because later programs then need not gather them.
     """
-    found: list[str] = []
+    lines: list[str] = []
     buckets: dict[str, int] = {}
     for node in program.graph.nodes:
         if collectives.is_start(node) and dim_of(collectives.group_of(node)) in DATA_DIMS:
-            taken = tensor(node.all_input_nodes[0])
+            operand = tensor(node.all_input_nodes[0])
             bucket = info(node).bucket
             together = f", sent with others as {buckets.setdefault(bucket, len(buckets))}" if bucket else ""
             how = " ".join(filter(None, (collectives.kind(node), collectives.reduce_op_of(node))))
-            found.append(
-                f"{how} of {info(node).param} over {collectives.group_of(node)}, {taken.dtype}{list(taken.shape)}{together}"
+            lines.append(
+                f"{how} of {info(node).param} over {collectives.group_of(node)}, {operand.dtype}{list(operand.shape)}{together}"
             )
-    return found + [f"whole {p.name}" for p in program.outputs if p.role is OutputRole.UNSHARDED]
+    return lines + [f"whole {p.name}" for p in program.outputs if p.role is OutputRole.UNSHARDED]

@@ -131,10 +131,10 @@ class SearchResult:
 
     def history(self, variant: Variant = PLAIN) -> History:
         """Return a variant's history through all passes, verified, with the chosen decision."""
-        found = self.search.history(self.choice, variant)
+        history = self.search.history(self.choice, variant)
         if self.remark is not None and variant == self.search.variant:
-            found.program.remarks.append(self.remark)
-        return found
+            history.program.remarks.append(self.remark)
+        return history
 
 
 def measured_rate(rate: float) -> float:
@@ -174,33 +174,33 @@ class Search:
 
     def run(self) -> tuple[History, MemoryDecision]:
         best, missed = self._best_of_all()
-        made = SearchResult(best.choice.replace(states=self.share), self, missed)
-        return made.history(self.variant), made.choice
+        result = SearchResult(best.choice.replace(states=self.share), self, missed)
+        return result.history(self.variant), result.choice
 
     def _best_of_all(self) -> tuple[Outcome, Remark | None]:
         """Return the outcome of the fastest step, update included, over all shares of the states that may be offloaded.
 
         The more is offloaded, the less has to be recomputed. Raises `PlanError` where no share fits.
         """
-        found: list[tuple[float, float, Outcome, Remark | None]] = []
+        candidates: list[tuple[float, float, Outcome, Remark | None]] = []
         refused: list[PlanError] = []
         for share in self.context.residents.shares:
             least = min((f.seconds for f, _, _ in self.simulated.values()), default=0.0)
-            if any(outcome.seconds <= least for _, _, outcome, _ in found):
+            if any(outcome.seconds <= least for _, _, outcome, _ in candidates):
                 break  # (no step is faster than that, and the update hardly changes)
             self._use_share(share)
-            if found and self.outside.step(least) >= min(found, key=lambda way: way[0])[0]:
+            if candidates and self.outside.step(least) >= min(candidates, key=lambda way: way[0])[0]:
                 continue
             try:
                 outcome, missed = self._best()
             except PlanError as error:
                 refused.append(error)
             else:
-                found.append((self.outside.step(outcome.seconds), share, outcome, missed))
-        if not found:
+                candidates.append((self.outside.step(outcome.seconds), share, outcome, missed))
+        if not candidates:
             refused[-1].hint = self._hint(self._least_at_any_rate())
             raise refused[-1]
-        _, share, outcome, missed = min(found, key=lambda way: way[:2])
+        _, share, outcome, missed = min(candidates, key=lambda way: way[:2])
         self._use_share(share)
         return outcome, missed
 
@@ -216,11 +216,11 @@ class Search:
         plain = self._try(self.least)
         base = plain if plain.peak <= self.budget else self._smaller(plain)
         layer = largest_layer(self.start)
-        found = [base]
+        candidates = [base]
         for n in (1, 2, 4):
             spare = max(self.budget - base.peak - layer * n, 0)
-            found += self._fitted(base.choice.replace(room=layer * n // 2, spare=spare, reduce=layer * n))
-        best = min(found, key=lambda o: (o.seconds, o.peak))
+            candidates += self._fitted(base.choice.replace(room=layer * n // 2, spare=spare, reduce=layer * n))
+        best = min(candidates, key=lambda o: (o.seconds, o.peak))
         outcomes = [self._keep(outcome) for outcome in dict.fromkeys((best, base, *self._with_room(base)))]
         return min(outcomes, key=lambda one: (one[0].seconds, one[0].peak))
 
@@ -268,22 +268,22 @@ class Search:
         if choice not in self.simulated:
             program = self._after_cut(choice)
             with self._failures_of(choice):
-                found = simulate(program, self.context.costs)
-            came = sum(most_bytes(n) for n in program.input_nodes(InputRole.ACCUMULATOR).values())
-            self.simulated[choice] = found, max(sum(found.peak.values()), _after(program)), came
-        found, peak, came = self.simulated[choice]
-        # (the program counts `came` itself)
-        peak = max(peak + max(self.outside.held - came, 0) + self.idle, self.outside.update)
-        return Outcome(choice, peak, found.seconds, found)
+                forecast = simulate(program, self.context.costs)
+            accumulator_bytes = sum(most_bytes(n) for n in program.input_nodes(InputRole.ACCUMULATOR).values())
+            self.simulated[choice] = forecast, max(sum(forecast.peak.values()), _after(program)), accumulator_bytes
+        forecast, peak, accumulator_bytes = self.simulated[choice]
+        # (the program counts `accumulator_bytes` itself)
+        peak = max(peak + max(self.outside.held - accumulator_bytes, 0) + self.idle, self.outside.update)
+        return Outcome(choice, peak, forecast.seconds, forecast)
 
     def _after_cut(self, choice: MemoryDecision, until: int | None = None, variant: Variant | None = None) -> Program:
         return self._run(self._passes(choice, variant)[self.cut : until], self._snapshot(self.start, choice), choice)
 
     def _snapshot(self, program: Program, choice: MemoryDecision) -> Program:
         """Copy a program, with gradients in the tiers that the decision's share of the states gives."""
-        made = program.snapshot()
-        made.params = with_gradients_in(self.context.residents.at(choice.states).homes, made.params)
-        return made
+        snapshot = program.snapshot()
+        snapshot.params = with_gradients_in(self.context.residents.at(choice.states).homes, snapshot.params)
+        return snapshot
 
     def _run(self, passes: list[Pass], program: Program, choice: MemoryDecision) -> Program:
         with self._failures_of(choice):
@@ -315,23 +315,23 @@ class Search:
         """
         if not self.offloads:
             return self._recompute(plain)
-        found: list[Outcome] = []
-        every = self._try(LEAST_MEMORY)
-        if every.peak <= self.budget:
+        candidates: list[Outcome] = []
+        all_offloaded = self._try(LEAST_MEMORY)
+        if all_offloaded.peak <= self.budget:
             total = sum(plain.forecast.peak.values())
             self._bisect(
                 2**SEARCH_STEPS, lambda stays: LEAST_MEMORY.replace(away=total - total * stays // 2**SEARCH_STEPS)
             )
-            found += [o for o in self.tried.values() if o.peak <= self.budget]
+            candidates += [o for o in self.tried.values() if o.peak <= self.budget]
         for away in (
             (0, plain.forecast.peak.get("activations", 0) // 2, None) if self.context.plan.recompute == "auto" else ()
         ):
             with contextlib.suppress(PlanError):
-                found.append(self._recompute(every, LEAST_MEMORY.replace(away=away)))
-        if not found:
+                candidates.append(self._recompute(all_offloaded, LEAST_MEMORY.replace(away=away)))
+        if not candidates:
             smallest = min(self.tried.values(), key=lambda o: o.peak)
             raise self._refusal(smallest, f"{self.captured.name}, with all offloaded or computed again that can be")
-        return min(found, key=lambda o: (o.seconds, sum(o.forecast.moved.values()), o.peak))
+        return min(candidates, key=lambda o: (o.seconds, sum(o.forecast.moved.values()), o.peak))
 
     def _recompute(self, plain: Outcome, least: MemoryDecision = LEAST_MEMORY) -> Outcome:
         """Return the outcome that recomputes nearly the least that it must.
@@ -361,9 +361,9 @@ class Search:
             raise self._refusal(smallest, f"{self.captured.name}, with all computed again that can be")
         while high - low > 1 and seconds(low) - seconds(high) > MIN_RECOMPUTED * best.seconds:
             middle = (low + high) // 2
-            found = outcome(middle)
-            if found.peak <= self.budget:
-                low, best = middle, min(best, found, key=lambda o: (o.seconds, o.peak))
+            candidate = outcome(middle)
+            if candidate.peak <= self.budget:
+                low, best = middle, min(best, candidate, key=lambda o: (o.seconds, o.peak))
             else:
                 high = middle
         return best
@@ -389,10 +389,10 @@ class Search:
         return [outcome] if outcome.peak <= self.budget else []
 
     def _refusal(self, outcome: Outcome, what: str) -> PlanError:
-        holds = sorted(((v, k) for k, v in outcome.forecast.peak.items() if v), reverse=True)
-        there = ", ".join(f"{k} {shown_bytes(v)}" for v, k in holds[:4])
-        held = self.outside.held
-        outside = f"; {shown_bytes(held)} of it are optimizer states and gradients" if held else ""
+        peaks = sorted(((v, k) for k, v in outcome.forecast.peak.items() if v), reverse=True)
+        largest = ", ".join(f"{k} {shown_bytes(v)}" for v, k in peaks[:4])
+        resident_bytes = self.outside.held
+        outside = f"; {shown_bytes(resident_bytes)} of it are optimizer states and gradients" if resident_bytes else ""
         if outcome.forecast.peak.get("residuals"):
             outside += f"; residuals {shown_bytes(outcome.forecast.peak['residuals'])} of wire.error_feedback"
         if self.outside.update == outcome.peak:
@@ -400,7 +400,7 @@ class Search:
         return PlanError(
             f"a step does not fit into {shown_bytes(self.budget)}",
             where="memory_budget",
-            why=f"{what}, needs {shown_bytes(outcome.peak)} at its peak ({there}{outside}), and takes "
+            why=f"{what}, needs {shown_bytes(outcome.peak)} at its peak ({largest}{outside}), and takes "
             f"{outcome.seconds * 1e3:.4g} ms by the plan's hardware",
             hint=self._hint(outcome.peak),
         )
@@ -478,15 +478,15 @@ class Search:
         names = [p.name for p in self._passes(choice)]
         if "regather" not in names:
             return []
-        made = self._after_cut(choice, until=names.index("regather") + 1)
-        found: dict[str, tuple[float, int]] = {}
-        for at, gather in enumerate(gathers_of(made)):
+        program = self._after_cut(choice, until=names.index("regather") + 1)
+        second_gathers: dict[str, tuple[float, int]] = {}
+        for at, gather in enumerate(gathers_of(program)):
             if info(gather.start).phase is Phase.BACKWARD:
-                ranks = ranks_in(str(info(gather.start).mesh_dim), made.mesh)
-                seconds, place = found.get(gather.name, (0.0, at))
-                found[gather.name] = (seconds + self.context.costs.transfer([gather.start], ranks), place)
-        sizes = {g.name: max(g.bytes, 1) for g in gathers_of(made)}
-        ranked = sorted(found.items(), key=lambda i: (-round(i[1][0] / sizes[i[0]] * 1e12), i[1][1]))
+                ranks = ranks_in(str(info(gather.start).mesh_dim), program.mesh)
+                seconds, place = second_gathers.get(gather.name, (0.0, at))
+                second_gathers[gather.name] = (seconds + self.context.costs.transfer([gather.start], ranks), place)
+        sizes = {g.name: max(g.bytes, 1) for g in gathers_of(program)}
+        ranked = sorted(second_gathers.items(), key=lambda i: (-round(i[1][0] / sizes[i[0]] * 1e12), i[1][1]))
         return [(seconds, name) for name, (seconds, _) in ranked]
 
 
@@ -495,8 +495,8 @@ def _after(program: Program) -> int:
     with their operands."""
     params = program.input_nodes(InputRole.PARAMETER).values()
     grads = [n for p, n in program.output_items() if p.role is OutputRole.GRADIENT]
-    held = sum(most_bytes(n) for n in (*params, *grads) if info(n).home is None)
+    held_bytes = sum(most_bytes(n) for n in (*params, *grads) if info(n).home is None)
     for gather in gathers_of(program):
         if info(gather.start).ahead:
-            held += gather.bytes + sum(most_bytes(a) for a in gather.start.all_input_nodes)
-    return held
+            held_bytes += gather.bytes + sum(most_bytes(a) for a in gather.start.all_input_nodes)
+    return held_bytes

@@ -34,13 +34,13 @@ def homes_of_states(
         return {}
     sizes = {m.name: state_bytes_of(m, specs[m.name], options) for m in members if m.record is not None}
     wanted = share * sum(sizes.values())
-    found: dict[str, str] = {}
+    homes: dict[str, str] = {}
     for name in sorted(sizes, key=lambda n: (-sizes[n], n)):
         if wanted <= 0 or sizes[name] < plan.offload.least_bytes:
             break
-        found[name] = tier
+        homes[name] = tier
         wanted -= sizes[name]
-    return found
+    return homes
 
 
 def gradient_homes(plan: Plan, options: UpdateOptions, device: torch.device) -> dict[str, str]:

@@ -124,13 +124,13 @@ def costs_of(plan: Plan, device: torch.device | None = None) -> Costs:
     dimension without a link.
     """
     if plan.named_hardware is not None:
-        found = hardware(plan.named_hardware)
+        device_spec = hardware(plan.named_hardware)
     else:
         cuda = device is not None and device.type == "cuda"
-        found = hardware_like("cuda" if cuda else "cpu", torch.cuda.get_device_name(device) if cuda else "")
+        device_spec = hardware_like("cuda" if cuda else "cpu", torch.cuda.get_device_name(device) if cuda else "")
     for dim in plan.mesh:
-        found.link(dim)
-    return Costs(found, fused=plan.backend == "inductor")
+        device_spec.link(dim)
+    return Costs(device_spec, fused=plan.backend == "inductor")
 
 
 @dataclass(frozen=True)
@@ -282,8 +282,8 @@ def _keeps(context: PassContext) -> Decision:
 
 
 def _lets_go(context: PassContext) -> Decision:
-    kept = _keeps(context)
-    return Decision(not kept.runs, kept.why)
+    decision = _keeps(context)
+    return Decision(not decision.runs, decision.why)
 
 
 def _regather_options(context: PassContext) -> RegatherOptions:
@@ -293,9 +293,9 @@ def _regather_options(context: PassContext) -> RegatherOptions:
 
 def _keeps_parts(context: PassContext) -> Decision:
     ranks = context.plan.wire.secondary
-    found = _lets_go(context)
-    if ranks is None or not found.runs:
-        return Decision(False, "wire.secondary is not set" if ranks is None else found.why)
+    decision = _lets_go(context)
+    if ranks is None or not decision.runs:
+        return Decision(False, "wire.secondary is not set" if ranks is None else decision.why)
     return Decision(True, f"wire.secondary is {ranks}")
 
 
@@ -435,12 +435,12 @@ def build(
 
 def load_policy(ref: str) -> Callable[[fx.Node], bool]:
     """Return the function over nodes that "package.module:name" names. Raises `PlanError` if there is none."""
-    found = _load(ref, "policy")
-    if not callable(found):
+    policy = _load(ref, "policy")
+    if not callable(policy):
         raise PlanError(
-            f"{ref!r} is no policy but {type(found).__name__}", where="recompute", hint="a function of a node"
+            f"{ref!r} is no policy but {type(policy).__name__}", where="recompute", hint="a function of a node"
         )
-    return found  # type: ignore[no-any-return]
+    return policy  # type: ignore[no-any-return]
 
 
 def _offloads_update(context: UpdateContext) -> Decision:
@@ -476,13 +476,13 @@ class ExplainedPass:
 def explain_step_passes(plan: Plan) -> list[ExplainedPass]:
     """Return every pass that a training step may have, in order, the plan's own included. Raises as `build`."""
     build(plan)
-    found = _explained(STEP_PASSES, PassContext(plan, costs_of(plan)))
+    passes = _explained(STEP_PASSES, PassContext(plan, costs_of(plan)))
     for user in plan.user_passes():
-        mine = ExplainedPass(load_pass(user.ref).contract, Decision(True, "the plan's passes name it"))
-        names = [f.contract.name for f in found]
-        at = len(found) if user.anchor is None else names.index(user.anchor) + (user.position == "after")
-        found.insert(at, mine)
-    return found
+        user_pass = ExplainedPass(load_pass(user.ref).contract, Decision(True, "the plan's passes name it"))
+        names = [f.contract.name for f in passes]
+        at = len(passes) if user.anchor is None else names.index(user.anchor) + (user.position == "after")
+        passes.insert(at, user_pass)
+    return passes
 
 
 def explain_update_passes(plan: Plan) -> list[ExplainedPass]:
@@ -522,11 +522,11 @@ def _load(ref: str, kind: str) -> Any:
 
 def load_pass(ref: str) -> Pass:
     """Return the pass that "package.module:name" names. Raises `PlanError` if there is none."""
-    found = _load(ref, "pass")
-    made = found() if isinstance(found, PassType) else found
-    if not isinstance(made, Pass):
+    definition = _load(ref, "pass")
+    instance = definition() if isinstance(definition, PassType) else definition
+    if not isinstance(instance, Pass):
         raise PlanError(
-            f"{ref!r} is no pass but {type(found).__name__}",
+            f"{ref!r} is no pass but {type(definition).__name__}",
             hint="decorate the function with zgraph.passes.graph_pass",
         )
-    return made
+    return instance

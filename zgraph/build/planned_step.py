@@ -171,10 +171,10 @@ def update_program(model: nn.Module, plan: Plan, world: int) -> History:
             hint="planned_step captures it, and has the update as well",
         )
     plan, device = placed_for(model, plan, sizes, costs_of(plan, device_of(model)))
-    found = whole_update(model, planned_layout(model, sizes, plan), plan, sizes, device)
-    if found is None:
+    history = whole_update(model, planned_layout(model, sizes, plan), plan, sizes, device)
+    if history is None:
         raise ModelError("no parameter of the model trains", hint="requires_grad_() on those that are to")
-    return found
+    return history
 
 
 def device_of(model: nn.Module) -> torch.device:

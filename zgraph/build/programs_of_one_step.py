@@ -57,11 +57,11 @@ def add_hot(step: StepProgram, point: Mapping[str, int]) -> str | None:
 
     If its collectives differ from those of the program for all sizes, drop it and return the difference.
     """
-    made = step.at(point)
+    hot_step = step.at(point)
     for variant in dict.fromkeys([*step.variants(), *_variants(step.beside)]):
-        if found := difference(step, made, variant):
-            return f"{found[0]}: {found[1]}"
-    step.hot[tuple(point.values())] = made
+        if mismatch := difference(step, hot_step, variant):
+            return f"{mismatch[0]}: {mismatch[1]}"
+    step.hot[tuple(point.values())] = hot_step
     together([one for one in step.beside if one.symbolic is one])
     return None
 

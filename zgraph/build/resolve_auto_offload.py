@@ -54,18 +54,18 @@ def placed(
     states = state_bytes(module, specs, plan) // parts
     weights = sum(s.rank_bytes for s in specs.values()) // parts
     host = device.type != "cpu" and not any_rank(states + weights > HOST_SHARE * host_free() / _ranks_here())
-    found = {what: _place(getattr(offload, what), host) for what in auto}
-    if plan.optimizer is None and "optimizer" in found:
-        found["optimizer"] = "none"
-    if "parameters" in found:
-        away = found.get("optimizer", offload.optimizer) != "none"
+    places = {what: _place(getattr(offload, what), host) for what in auto}
+    if plan.optimizer is None and "optimizer" in places:
+        places["optimizer"] = "none"
+    if "parameters" in places:
+        away = places.get("optimizer", offload.optimizer) != "none"
         if away and offload.update_on == "host" and device.type != "cpu":
             weights -= sum(s.grad_bytes for s in specs.values()) // parts
         stay = STAGES * (offload.sub_group_bytes or default_bytes(states)) if away else states
         whole = max((s.nbytes for s in specs.values()), default=0) // among
         if plan.zero < 3 or weights + stay + whole <= STAY * plan.memory_budget:
-            found["parameters"] = "none"
-    return plan.model_copy(update={"offload": offload.placed(found)})
+            places["parameters"] = "none"
+    return plan.model_copy(update={"offload": offload.placed(places)})
 
 
 def placed_as(plan: Plan, other: Plan) -> Plan:

@@ -54,18 +54,18 @@ def is_differentiated(program: Program) -> bool:
 
 def _read_by_backward(captured: Program) -> frozenset[str]:
     """Return the parameters that a captured program's backward reads, themselves or through a view."""
-    found = set()
+    names = set()
     for name, node in captured.input_nodes(InputRole.PARAMETER).items():
         stack = [node]
-        while stack and name not in found:
+        while stack and name not in names:
             for user in stack.pop().users:
                 if user.op == "output":
                     continue
                 if info(user).phase is Phase.BACKWARD:
-                    found.add(name)
+                    names.add(name)
                 elif is_view(user):
                     stack.append(user)
-    return frozenset(found)
+    return frozenset(names)
 
 
 class StepProgram:
@@ -157,7 +157,7 @@ class StepProgram:
 
     def facts(self) -> StepFacts:
         """Return what another process needs to know of its graphs."""
-        made = self.history().program
+        program = self.history().program
         backward = _read_by_backward(self.captured)
         return StepFacts(
             self.random,
@@ -166,7 +166,7 @@ class StepProgram:
             backward,
             frozenset(self.from_start),
             self._choice,
-            digest(made),
+            digest(program),
             tuple(dict.fromkeys(self._heard.warnings)),
         )
 
@@ -216,8 +216,8 @@ class StepProgram:
     @property
     def outside(self) -> ResidentMemory:
         """The memory that a rank holds besides the program."""
-        found = self.context.residents.at(self.states)
-        return replace(found, held=found.held + idle_bytes(self.captured))
+        resident_memory = self.context.residents.at(self.states)
+        return replace(resident_memory, held=resident_memory.held + idle_bytes(self.captured))
 
     def runs(self) -> list[tuple[str, Variant, int]]:
         """Return the programs that a training step runs, each as (name, variant, how often).
@@ -230,15 +230,15 @@ class StepProgram:
             return [("first", PLAIN, 1)]
         if self.plan.zero >= 2:  # (each micro-batch reduces)
             return [("first", PLAIN, 1), ("next", Variant(self.keeps), micro - 1)]
-        found = [("first", Variant(reduce=False), 1), ("next", Variant(self.keeps, reduce=False), micro - 2)]
-        return [run for run in (*found, ("last", Variant(self.keeps, accumulated=True), 1)) if run[2]]
+        runs = [("first", Variant(reduce=False), 1), ("next", Variant(self.keeps, reduce=False), micro - 2)]
+        return [run for run in (*runs, ("last", Variant(self.keeps, accumulated=True), 1)) if run[2]]
 
     def variants(self) -> list[Variant]:
         """Return the variants that a training step of this plan runs, the plain one first."""
-        found = [PLAIN, *([Variant(gathered_before=True)] if self.keeps else [])]
+        variants = [PLAIN, *([Variant(gathered_before=True)] if self.keeps else [])]
         if self.plan.zero < 2 and self.plan.micro_batches > 1:
-            found += [Variant(self.keeps, reduce=False), Variant(self.keeps, accumulated=True)]
-        return found
+            variants += [Variant(self.keeps, reduce=False), Variant(self.keeps, accumulated=True)]
+        return variants
 
     def at(self, point: Mapping[str, int]) -> StepProgram:
         """Make this program for certain sizes alone.
@@ -248,10 +248,10 @@ class StepProgram:
         captured = self.captured.at(point).renamed(f"{self.name}.{'_'.join(f'{n}{size}' for n, size in point.items())}")
         order = lambda variant: order_of(self.history(variant).program)  # noqa: E731
         context = replace(self.context, order=order, keeper=None)
-        made = StepProgram(captured, context, pattern=self.pattern, from_start=self.from_start)
+        step = StepProgram(captured, context, pattern=self.pattern, from_start=self.from_start)
         self.history()
-        made.symbolic, made._choice = self, self._choice
-        return made
+        step.symbolic, step._choice = self, self._choice
+        return step
 
     def for_call(self, flat: Sequence[Any]) -> StepProgram:
         """Return the program for exactly the sizes of a call with these flat inputs if there is one, else this program."""
@@ -268,8 +268,8 @@ class StepProgram:
 
     def parts(self, variant: Variant = PLAIN, *, apart: bool = False) -> Parts:
         if (variant, apart) not in self._parts:
-            kept = self.kept.parts(variant, apart=apart) if self.kept is not None else None
-            self._parts[variant, apart] = kept or self._split(variant, apart=apart)
+            stored_parts = self.kept.parts(variant, apart=apart) if self.kept is not None else None
+            self._parts[variant, apart] = stored_parts or self._split(variant, apart=apart)
         return self._parts[variant, apart]
 
     def _split(self, variant: Variant, *, apart: bool) -> Parts:
@@ -320,13 +320,13 @@ class StepProgram:
         """
         if (reduce, accumulated) not in self._apart:
             parts = self.parts(Variant(self.keeps, reduce, accumulated), apart=True)
-            made = [self.forward()]
+            executables = [self.forward()]
             first = second = None
             if parts.backward is not None:
-                first = self._compile_backward(parts.backward, made)
-                made.append(first)
+                first = self._compile_backward(parts.backward, executables)
+                executables.append(first)
             if parts.weights is not None:
-                second = self._compile_backward(parts.weights, made)
+                second = self._compile_backward(parts.weights, executables)
             self._apart[reduce, accumulated] = first, second
         return self._apart[reduce, accumulated]
 
@@ -385,11 +385,11 @@ class StepProgram:
         start = time.perf_counter()
         with compile_lock.ONE_AT_A_TIME:
             if self.plan.backend == "eager":
-                made = compile_eager(program, self.context.groups)
+                executable = compile_eager(program, self.context.groups)
             else:
                 # Where weights are kept, two forwards share one backward, so the values that they save must have the
                 # same strides.
-                made = compile_inductor(
+                executable = compile_inductor(
                     program,
                     self.context.groups,
                     is_backward=is_backward,
@@ -400,7 +400,7 @@ class StepProgram:
         logger.info("%s: %s compiled in %.2f s", program.name, self.plan.backend, time.perf_counter() - start)
         if self._keeps_more:
             self.keep()
-        return checked(made, self.context.groups)
+        return checked(executable, self.context.groups)
 
 
 def together(steps: Sequence[StepProgram]) -> None:
@@ -439,7 +439,7 @@ class Serves(abc.ABC):
         """Return (the first condition of its programs that does not hold at a point, the user's line that it comes
         from)."""
         broken = (s.captured.sizes.broken(point) for s in self.programs())
-        return next((found for found in broken if found[0]), ("", None))
+        return next((condition for condition in broken if condition[0]), ("", None))
 
 
 class Entry(Serves):
@@ -494,8 +494,8 @@ class Entry(Serves):
 
     def follow(self, mine: StepProgram, other: StepProgram) -> StepProgram:
         """Make one of its programs anew with transfers in the order of another entry's program, and return it."""
-        made = self._programs[mine.pattern] = mine.following(other)
-        return made
+        step = self._programs[mine.pattern] = mine.following(other)
+        return step
 
     def _made(self, chosen: frozenset[int]) -> StepProgram:
         if chosen not in self._programs:
@@ -510,12 +510,12 @@ class Entry(Serves):
             return self.trace.joint(chosen, decompositions, name)
 
         keeper = self.context.keeper
-        kept = keeper.step(self.trace, chosen, name, self.context) if keeper is not None else None
-        if kept is None or kept.facts is None:
-            return StepProgram(make(), self.context, pattern=chosen, kept=kept, from_start=self.trace.from_start)
-        self.trace.from_start |= kept.facts.from_start
-        kept.facts.warn()
-        return StepProgram(kept.captured(make), self.context, pattern=chosen, kept=kept)
+        stored_step = keeper.step(self.trace, chosen, name, self.context) if keeper is not None else None
+        if stored_step is None or stored_step.facts is None:
+            return StepProgram(make(), self.context, pattern=chosen, kept=stored_step, from_start=self.trace.from_start)
+        self.trace.from_start |= stored_step.facts.from_start
+        stored_step.facts.warn()
+        return StepProgram(stored_step.captured(make), self.context, pattern=chosen, kept=stored_step)
 
     def programs(self) -> list[StepProgram]:
         return list(self._programs.values())

@@ -145,11 +145,11 @@ class StoredStep:
     ) -> None:
         """Keep a step with all parts that it has by now."""
         known = dict(self._data.get("parts", {}))
-        wanted = {_name(*which): found for which, found in parts.items()}
+        wanted = {_name(*which): part for which, part in parts.items()}
         if wanted.keys() <= known.keys():
             return
         try:
-            known |= {name: _rows(found) for name, found in wanted.items() if name not in known}
+            known |= {name: _rows(part) for name, part in wanted.items() if name not in known}
             frame = self._data["captured"] if self._data else [frame_to_json(captured), digest(captured)]
         except UnsupportedError as error:
             logger.debug("%s is not kept: %s", captured.name, error)
@@ -196,15 +196,19 @@ class StoredPrograms:
 
     def code(self, program: str) -> CodeCache | None:
         """Return the store of an update's code; None where it can't be kept."""
-        found = self.conditions()
-        return CodeCache(self.store, found, self.device, self.words(program)) if found is not None else None
+        condition_hash = self.conditions()
+        return (
+            CodeCache(self.store, condition_hash, self.device, self.words(program))
+            if condition_hash is not None
+            else None
+        )
 
     def step(self, trace: Trace, pattern: frozenset[int], name: str, context: BuildContext) -> StoredStep | None:
         """Return what is kept of a capture's step; None for a step that can't be kept."""
         if context.pass_filter != EVERY_PASS or context.order is not own_order or context.plan.passes:
             return None  # (made for inspection, or by a user's own passes)
-        found = self.conditions()
-        if found is None:
+        condition_hash = self.conditions()
+        if condition_hash is None:
             return None
         try:
             captured = text_of_trace(trace)
@@ -221,8 +225,8 @@ class StoredPrograms:
             name,
             torch.is_grad_enabled(),
         ]
-        key = hashed(found, captured, json.dumps(made_with, sort_keys=True))
-        return StoredStep(self.store, key, CodeCache(self.store, found, self.device, self.words(name)))
+        key = hashed(condition_hash, captured, json.dumps(made_with, sort_keys=True))
+        return StoredStep(self.store, key, CodeCache(self.store, condition_hash, self.device, self.words(name)))
 
     def _tell(self, line: str) -> None:
         if line not in self._told:

@@ -48,7 +48,7 @@ def unmatched(plan: Plan, model: nn.Module) -> Iterator[Unmatched]:
 
 def refuse_unmatched(plan: Plan, model: nn.Module) -> None:
     """Raise `PlanError` for patterns that match no module, or no parameter."""
-    faults = [found.error for found in unmatched(plan, model)]
+    faults = [row.error for row in unmatched(plan, model)]
     faults += _unmatched_parameters(plan.wire.exact, model)
     if faults:
         raise joined(faults)
@@ -68,10 +68,12 @@ def _unmatched_parameters(patterns: Iterable[str], model: nn.Module) -> Iterator
 
 def without(plan: Plan, faulty: Iterable[Unmatched]) -> Plan:
     """Return the plan without these patterns."""
-    lost = {(found.field, found.pattern) for found in faulty}
+    lost = {(row.field, row.pattern) for row in faulty}
     changes: dict[str, Any] = {}
     for field in {field for field, _ in lost}:
         patterns = getattr(plan, field)
-        kept = [p for p in patterns if (field, p) not in lost]
-        changes[field] = {p: patterns[p] for p in kept} if isinstance(patterns, Mapping) else tuple(kept) or "auto"
+        remaining = [p for p in patterns if (field, p) not in lost]
+        changes[field] = (
+            {p: patterns[p] for p in remaining} if isinstance(patterns, Mapping) else tuple(remaining) or "auto"
+        )
     return plan.model_copy(update=changes)

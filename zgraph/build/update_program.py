@@ -91,12 +91,19 @@ def resident_of(
         size += sum(math.prod(s.shard_shape) * s.grad_dtype.itemsize for s in late)  # (gradients of the previous step)
         if plan.memory_budget is None or not members or (held is None and not plan.offload.tiers()):
             return ResidentMemory(size + waiting, waiting, homes=homes)
-        found = simulate(update_history(plan, members, specs, mesh_of(sizes, held), device, options).program, costs)
+        update_forecast = simulate(
+            update_history(plan, members, specs, mesh_of(sizes, held), device, options).program, costs
+        )
         if options.late():  # (what it brings to the device is there during a step)
-            kept = sum(found.peak.get(k, 0) for k in ("parameters", "gradients", "states"))
-            size += sum(found.peak.values()) - kept
+            counted_bytes = sum(update_forecast.peak.get(k, 0) for k in ("parameters", "gradients", "states"))
+            size += sum(update_forecast.peak.values()) - counted_bytes
         return ResidentMemory(
-            size + waiting, waiting, sum(found.peak.values()), found.seconds, bool(options.late()), homes
+            size + waiting,
+            waiting,
+            sum(update_forecast.peak.values()),
+            update_forecast.seconds,
+            bool(options.late()),
+            homes,
         )
 
     return ResidentMemoryByShare(shares, at)

@@ -66,26 +66,26 @@ def what_fits(plan: Plan, module: nn.Module, captured: Program, costs: Costs, de
             return None
 
     now = tried(plan)
-    found: list[
+    solutions: list[
         tuple[float, int, str]
     ] = []  # (seconds relative to now, position, line: with equal times the smaller change is first)
     whole = plan.mesh.get(STAGE_DIM, 1) == 1  # (a stage's budget is for more than its program)
     for changes in _candidates(plan, captured.mesh, device):
         within = {"memory_budget": budget} if whole and (plan.recompute == "auto" or "recompute" in changes) else {}
         for more in ({}, within) if changes else (within,):
-            taken = tried(plan.model_copy(update=changes | more))
-            smaller = taken is not None and (now is None or taken.peak < now.peak)
-            if taken is not None and smaller and taken.peak <= budget:
-                slower = taken.seconds / now.seconds - 1 if now is not None else 0.0
-                said = f"{shown_bytes(taken.peak)}, {slower:+.0%} time by the plan's hardware"
-                found.append((round(slower, 2), len(found), f"{_written(changes | more)}: {said}"))
+            step = tried(plan.model_copy(update=changes | more))
+            smaller = step is not None and (now is None or step.peak < now.peak)
+            if step is not None and smaller and step.peak <= budget:
+                slower = step.seconds / now.seconds - 1 if now is not None else 0.0
+                text = f"{shown_bytes(step.peak)}, {slower:+.0%} time by the plan's hardware"
+                solutions.append((round(slower, 2), len(solutions), f"{_written(changes | more)}: {text}"))
                 break
-    if not found:
+    if not solutions:
         return f"nothing of what a plan can change fits into {shown_bytes(budget)}: a smaller batch, or more ranks"
     return "\n".join(
         [
             f"what fits into {shown_bytes(budget)}, the fastest first:",
-            *(f"  {line}" for _, _, line in sorted(found)[:CHANGES]),
+            *(f"  {line}" for _, _, line in sorted(solutions)[:CHANGES]),
         ]
     )
 
@@ -94,14 +94,14 @@ def _candidates(plan: Plan, sizes: dict[str, int], device: torch.device) -> list
     """Return changes of the plan's fields that need less memory, by themselves or within a budget; an empty one is the
     budget alone."""
     place = "cpu" if device.type == "cuda" else f"nvme:{plan.offload.folder() or 'FOLDER'}"
-    found: list[dict[str, Any]] = [{} if plan.recompute == "auto" else {"recompute": "auto"}]
+    changes: list[dict[str, Any]] = [{} if plan.recompute == "auto" else {"recompute": "auto"}]
     for kinds in (("activations",), ("optimizer",), ("activations", "optimizer")):
         here = all(plan.offload.tier(k) is None for k in kinds)
         if here and not ("optimizer" in kinds and plan.optimizer is None):
-            found.append({"offload": plan.offload.model_copy(update=dict.fromkeys(kinds, place))})
+            changes.append({"offload": plan.offload.model_copy(update=dict.fromkeys(kinds, place))})
     if sizes.get("dp", 1) > 1:
-        found += [{"zero": stage} for stage in range(plan.zero + 1, 4)]
-    return found
+        changes += [{"zero": stage} for stage in range(plan.zero + 1, 4)]
+    return changes
 
 
 def _written(changes: dict[str, Any]) -> str:
