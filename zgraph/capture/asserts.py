@@ -38,7 +38,7 @@ def keep_asserts(program: Program) -> list[tuple[Port, fx.Node]]:
     An assertion of a Python number that depends on values has become one of a tensor before
     (`zgraph.capture.data_dependent_sizes`); those of other numbers hold already.
     """
-    results = []
+    checks = []
     for node in [n for n in program.graph.nodes if n.target in (aten._assert_async.msg, aten._assert_scalar.default)]:
         condition, message = node.args[0], str(node.args[1])
         late = message.startswith(_GENERATED)  # (the user's own words first)
@@ -52,12 +52,12 @@ def keep_asserts(program: Program) -> list[tuple[Port, fx.Node]]:
                     hint="assert it of the tensor: torch._assert(x.sum() == 4, …) in place of torch._check(x.sum().item() == 4)",
                 )
             with program.graph.inserting_before(before):
-                made = program.call(ops.CHECK, (condition, message), info(node), name="check")
-            results.append((Port(OutputRole.CHECK, made.name), made))
+                new_node = program.call(ops.CHECK, (condition, message), info(node), name="check")
+            checks.append((Port(OutputRole.CHECK, new_node.name), new_node))
         program.graph.erase_node(node)
-    for _, check in results:
+    for _, check in checks:
         _let_parts_be_checked(program, check.all_input_nodes[0])
-    return results
+    return checks
 
 
 def _let_parts_be_checked(program: Program, condition: fx.Node) -> None:
@@ -75,12 +75,12 @@ def _let_parts_be_checked(program: Program, condition: fx.Node) -> None:
             continue
         x = node.all_input_nodes[0]
         if node.target not in (aten.max.default, aten.min.default):
-            made = _counted(program, node, x)
+            reduction = _counted(program, node, x)
         elif x.meta["val"].is_floating_point():
-            made = _extreme(program, node, x)
+            reduction = _extreme(program, node, x)
         else:
             continue
-        node.replace_all_uses_with(made)
+        node.replace_all_uses_with(reduction)
         program.graph.erase_node(node)
 
 

@@ -71,13 +71,13 @@ class LossOperators(TorchDispatchMode):
         self._held: list[torch.Tensor] = []  # (keeps the tensors alive whose ids are keys of `_nodes`)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         tensors = lambda leaf: self._node(leaf) if isinstance(leaf, torch.Tensor) else leaf  # noqa: E731
         node = self.graph.call_function(func, *pytree.tree_map(tensors, (tuple(args), dict(kwargs or {}))))
-        self._note(node, made)
-        for at, one in enumerate(made) if isinstance(made, (tuple, list)) else ():
+        self._note(node, result)
+        for at, one in enumerate(result) if isinstance(result, (tuple, list)) else ():
             self._note(self.graph.call_function(operator.getitem, (node, at)), one)
-        return made
+        return result
 
     def _node(self, tensor: torch.Tensor) -> fx.Node:
         if id(tensor) not in self._nodes:
@@ -208,8 +208,8 @@ class _Order:
         of = node.all_input_nodes[0]
         at, default = (1, 0) if name == "slice" else (2, 0)
         dim = node.args[at] if len(node.args) > at else default
-        made = node.meta["val"] if name == "slice" else node.meta["val"][0]
-        if not isinstance(dim, int) or static(made.shape[dim]) == static(of.meta["val"].shape[dim]):
+        part = node.meta["val"] if name == "slice" else node.meta["val"][0]
+        if not isinstance(dim, int) or static(part.shape[dim]) == static(of.meta["val"].shape[dim]):
             return False
         if of in self.own:
             return name == "slice" and bool(self.batch & set(self.axes.shape(node)[dim]))
@@ -219,7 +219,7 @@ class _Order:
 def _selected(source: fx.Node, axes: Axes, forward: Sequence[fx.Node]) -> set[int]:
     """Return the positions along dimension 0 at which forward takes an input, or what it computes from it, apart."""
     batch = axes.shapes(source)[0][0]
-    found: set[int] = set()
+    positions: set[int] = set()
     for node in forward:
         if node.target not in _APART or not isinstance(node.args[0], fx.Node):
             continue
@@ -228,10 +228,10 @@ def _selected(source: fx.Node, axes: Axes, forward: Sequence[fx.Node]) -> set[in
         if not isinstance(dim, int) or axes.shape(node.args[0])[dim] != batch:
             continue
         if node.target is aten.select.int:
-            found.add(int(node.args[2]))  # type: ignore[call-overload, arg-type]
+            positions.add(int(node.args[2]))  # type: ignore[call-overload, arg-type]
         elif node.target is not aten.split.Tensor or node.args[1] == 1:
-            found |= {0, 1}
-    return found
+            positions |= {0, 1}
+    return positions
 
 
 def _known(mine: set[int], axes: Axes, forward: Sequence[fx.Node]) -> bool:
@@ -247,8 +247,8 @@ def tensors_of(call: Any, flat: Sequence[Any]) -> list[tuple[str, torch.Tensor, 
     """Return (name, tensor, index among the program's flat inputs) for the tensors of a call's arguments, in order."""
     at = {id(x): i for i, x in enumerate(flat)}
     args, kwargs = call
-    found = []
+    tensors = []
     for path, x in [*pytree.tree_leaves_with_path(list(args)), *pytree.tree_leaves_with_path(kwargs)]:
         if isinstance(x, torch.Tensor) and id(x) in at:
-            found.append((f"input{pytree.keystr(path)}", x, at[id(x)]))
-    return found
+            tensors.append((f"input{pytree.keystr(path)}", x, at[id(x)]))
+    return tensors

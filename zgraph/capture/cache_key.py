@@ -96,9 +96,9 @@ def _identical(modules: Sequence[nn.Module], leaves: Sequence[Any]) -> Iterator[
     if first:
         for child in modules:
             for table in (child._parameters, child._buffers):
-                for key, held in table.items():
-                    if id(held) in first:
-                        yield first[id(held)], f"{type(child).__name__}.{key}"
+                for key, registered_tensor in table.items():
+                    if id(registered_tensor) in first:
+                        yield first[id(registered_tensor)], f"{type(child).__name__}.{key}"
 
 
 def _tensors(leaves: Sequence[Any]) -> Iterator[torch.Tensor]:

@@ -108,13 +108,13 @@ class Trace:
     def upstream(self) -> dict[int, frozenset[int]]:
         """For each flat output that others are computed from: those others, if their gradients reach it."""
         nodes: Any = self.flat.graph_module.graph.output_node().args[0]
-        found: dict[int, set[int]] = {}
+        dependents: dict[int, set[int]] = {}
         for at in self.differentiable:
             before = _followed(nodes[at])
             for other in self.differentiable - {at}:
                 if nodes[other] in before and nodes[other] is not nodes[at]:
-                    found.setdefault(other, set()).add(at)
-        return {at: frozenset(others) for at, others in found.items()}
+                    dependents.setdefault(other, set()).add(at)
+        return {at: frozenset(others) for at, others in dependents.items()}
 
     @functools.cached_property
     def reached(self) -> frozenset[int]:
@@ -202,14 +202,14 @@ class Trace:
             contextlib.suppress(Exception),
         ):  # (if a call raises, it raises again when it is made)
             returned = pytree.tree_leaves(self.flat.around(lambda *_: values, module, args, kwargs))
-        given = {id(leaf) for leaf in returned}
+        returned_ids = {id(leaf) for leaf in returned}
         fakes = [n.meta.get("example_value") for n in self.flat.graph_module.graph.find_nodes(op="placeholder")]
         buffers = [i for i, port in enumerate(self.inputs) if port.role is InputRole.BUFFER]
-        found: dict[int, int] = {}
+        written_buffers: dict[int, int] = {}
         for at, value in enumerate(values):
-            if isinstance(value, torch.Tensor) and id(value) not in given:
-                found.update((at, i) for i in buffers if _same_place(value, fakes[i]))
-        return found
+            if isinstance(value, torch.Tensor) and id(value) not in returned_ids:
+                written_buffers.update((at, i) for i in buffers if _same_place(value, fakes[i]))
+        return written_buffers
 
     def joint(self, differentiated: frozenset[int], decompositions: dict[Any, Any], name: str) -> Program:
         """Make the captured program in which only the `differentiated` flat outputs have tangents.
@@ -290,14 +290,14 @@ def trace(
 
 def _followed(node: fx.Node) -> set[fx.Node]:
     """Return the nodes that a value is computed from by operators that gradients flow through, itself included."""
-    found, stack = {node}, [node]
+    ancestors, stack = {node}, [node]
     while stack:
         for argument in stack.pop().all_input_nodes:
             value = argument.meta.get("example_value")
-            if argument not in found and (not isinstance(value, torch.Tensor) or value.requires_grad):
-                found.add(argument)
+            if argument not in ancestors and (not isinstance(value, torch.Tensor) or value.requires_grad):
+                ancestors.add(argument)
                 stack.append(argument)
-    return found
+    return ancestors
 
 
 def _aliases(module: nn.Module, graph: fx.Graph) -> dict[str, tuple[str, ...]]:
@@ -306,7 +306,7 @@ def _aliases(module: nn.Module, graph: fx.Graph) -> dict[str, tuple[str, ...]]:
     A path on which forward reaches a module that is registered elsewhere (an item of a plain list) counts as a key too.
     """
     names = module_names(module)
-    found = {n: every for n, every in names.items() if every[1:]}
+    aliases = {n: every for n, every in names.items() if every[1:]}
     first = {id(child): n for n, child in module.named_modules()}
     for path in {module_of(node.meta) for node in graph.nodes} - names.keys():
         inner: Any = module
@@ -314,21 +314,21 @@ def _aliases(module: nn.Module, graph: fx.Graph) -> dict[str, tuple[str, ...]]:
             with contextlib.suppress(LookupError, TypeError, ValueError):
                 inner = getattr(inner, part) if hasattr(inner, part) else inner[int(part) if part.isdigit() else part]
         if id(inner) in first and inner is not module:
-            found[path] = names[first[id(inner)]]
-    return found
+            aliases[path] = names[first[id(inner)]]
+    return aliases
 
 
 def _roles(given: Sequence[Any], fakes: Fakes, args: Any, kwargs: Any) -> list[FlatInput]:
     """Return what the flat inputs are: registered, the user's own, or something else that the model holds."""
     user = {id(leaf) for leaf in pytree.tree_leaves((args, kwargs))}
-    found = []
+    flat_inputs = []
     for i, x in enumerate(given):
         if id(x) in fakes.names:
-            found.append(FlatInput(*fakes.names[id(x)]))
+            flat_inputs.append(FlatInput(*fakes.names[id(x)]))
             continue
         role = InputRole.INPUT if id(x) in user or _inside(x, args, kwargs) else InputRole.CONSTANT
-        found.append(FlatInput(role, f"{role}_{i}"))
-    return found
+        flat_inputs.append(FlatInput(role, f"{role}_{i}"))
+    return flat_inputs
 
 
 def _read_from_parameters(
@@ -344,22 +344,22 @@ def _read_from_parameters(
     Where the graph does not read the parameter itself, the first such input becomes it.
     """
     nodes = graph.find_nodes(op="placeholder")
-    held = {p.name: node for p, node in zip(inputs, nodes, strict=True) if p.role is InputRole.PARAMETER}
-    found: dict[int, Former] = {}
+    parameter_nodes = {p.name: node for p, node in zip(inputs, nodes, strict=True) if p.role is InputRole.PARAMETER}
+    formers: dict[int, Former] = {}
     for at, (value, node) in enumerate(zip(given, nodes, strict=True)):
         if inputs[at].role is not InputRole.CONSTANT or not isinstance(value, torch.Tensor):
             continue
         former = memory.former_of(value, dynamo.user_source(node))
         if former is None:
             continue
-        found[at], memory.is_read = former, True
-        if former.name not in held:
+        formers[at], memory.is_read = former, True
+        if former.name not in parameter_nodes:
             inputs[at] = FlatInput(InputRole.PARAMETER, former.name)
-            held[former.name] = node
+            parameter_nodes[former.name] = node
             node.meta["example_value"] = fakes.parameter(former.name)
-        source = held[former.name]
+        source = parameter_nodes[former.name]
         insert(graph, node, source, seen_as(source.meta["example_value"], former.form, value))
-    return found
+    return formers
 
 
 @contextlib.contextmanager
@@ -473,16 +473,16 @@ def _capture(bound: types.MethodType, args: tuple[Any, ...], kwargs: dict[str, A
     try:
         return dynamo.capture_flat(bound, args, kwargs, open_dims=fakes.open_dims, values=fakes.values)
     except Exception as first:  # (dynamo's own errors are of many types)
-        with fake_tensors.held_after() as held:
+        with fake_tensors.held_after() as tensors:
             try:
                 run()
             except Exception as error:
                 logger.debug("forward does not run on fake tensors: %s", error)
-        if held:  # (the first forward made a table, say, and the model or something else keeps it)
+        if tensors:  # (the first forward made a table, say, and the model or something else keeps it)
             raise CaptureError(
                 "the model's forward can be captured only after it has run once, and that run keeps a tensor",
                 where=_capture_error(first).where,
-                why=f"the run on fake tensors that capture would need left one of shape {list(held[0].shape)}, without values",
+                why=f"the run on fake tensors that capture would need left one of shape {list(tensors[0].shape)}, without values",
                 hint="build the model anew, run it once before compiling it, or make the tensor in the constructor",
             ) from first
         try:
@@ -660,16 +660,16 @@ def _program(joint: fx.GraphModule, trace: Trace, name: str) -> Program:
 
 def _fold_sizes(graph: fx.Graph, trace: Trace) -> dict[fx.Node, TracedSize]:
     """Turn all sizes into numbers, except the capture's symbols, which get inputs of their own; return these inputs."""
-    found: dict[fx.Node, TracedSize] = {}
+    size_inputs: dict[fx.Node, TracedSize] = {}
     if trace.sizes:
         refuse_numbers(trace.sizes, graph)
         refuse_unknown(graph)
-        found = {node: size for size, node in canonical(graph, trace.sizes)}
+        size_inputs = {node: size for size, node in canonical(graph, trace.sizes)}
     else:
         fold_data_dependent_sizes(graph)
         _note_as_strided(graph, trace)
     refuse_beyond_tables(graph)
-    return found
+    return size_inputs
 
 
 def _note_as_strided(graph: fx.Graph, trace: Trace) -> None:

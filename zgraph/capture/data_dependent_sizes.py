@@ -50,15 +50,15 @@ def pad_outputs(module: fx.GraphModule) -> tuple[tuple[int, int, int], ...]:
             continue
         with module.graph.inserting_before(output):
             for function, arguments in ((_padded, (node, unknown[0], most)), (_size, (node, unknown[0]))):
-                made = module.graph.call_function(function, arguments)
-                made.meta = {k: v for k, v in node.meta.items() if k in _TRACED}
+                new_node = module.graph.call_function(function, arguments)
+                new_node.meta = {k: v for k, v in node.meta.items() if k in _TRACED}
                 with value.fake_mode:  # type: ignore[attr-defined]
-                    made.meta["example_value"] = function(value, *arguments[1:])
+                    new_node.meta["example_value"] = function(value, *arguments[1:])
                 if function is _padded:
-                    returned[at] = made
+                    returned[at] = new_node
                 else:
                     crops.append((at, unknown[0], len(returned)))
-                    returned.append(made)
+                    returned.append(new_node)
     output.args = (tuple(returned),)
     module.recompile()
     return tuple(crops)
@@ -115,22 +115,22 @@ def fold_effects(graph: fx.Graph) -> None:
             check = graph.call_function(target, tuple(arguments), node.kwargs)
             passed = _scalar(graph, True, node)
             assertion = graph.call_function(aten._assert_async.msg, (passed, "a matrix of a linalg function"))
-        for made in (check, assertion):
-            made.meta = {k: node.meta[k] for k in _TRACED if k in node.meta} | {"val": None}
-            set_info(made, info(node))
+        for new_node in (check, assertion):
+            new_node.meta = {k: node.meta[k] for k in _TRACED if k in node.meta} | {"val": None}
+            set_info(new_node, info(node))
         _fold(graph, [check, passed], set(), "linalg_check")
         for user in list(node.users):
             user.replace_all_uses_with(token)
             graph.erase_node(user)
         graph.erase_node(node)
     output = graph.output_node()
-    kept = [
+    outputs = [
         (value, desc)
         for value, desc in zip(output.args[0], output.meta["desc"], strict=True)  # type: ignore[arg-type]
         if not aot.is_token(desc)
     ]
-    output.args = (tuple(value for value, _ in kept),)
-    output.meta["desc"] = [desc for _, desc in kept]
+    output.args = (tuple(value for value, _ in outputs),)
+    output.meta["desc"] = [desc for _, desc in outputs]
     for node in graph.find_nodes(op="placeholder"):
         if aot.is_token(node.meta.get("desc")) and not node.users:
             graph.erase_node(node)
@@ -157,13 +157,13 @@ def _assert_tensors(graph: fx.Graph, dynamic: set[fx.Node]) -> None:
 
 def _scalar(graph: fx.Graph, number: Any, like: fx.Node) -> fx.Node:
     """Insert a bool as a 0-dim tensor, at the graph's insertion point."""
-    made = graph.call_function(aten.scalar_tensor.default, (number,), {"dtype": torch.bool})
-    made.meta = {k: like.meta[k] for k in _TRACED if k in like.meta}
+    scalar = graph.call_function(aten.scalar_tensor.default, (number,), {"dtype": torch.bool})
+    scalar.meta = {k: like.meta[k] for k in _TRACED if k in like.meta}
     mode = next(v.fake_mode for n in graph.nodes if isinstance(v := n.meta.get("val"), FakeTensor))
     with mode:
-        made.meta["val"] = torch.empty((), dtype=torch.bool)
-    set_info(made, info(like))
-    return made
+        scalar.meta["val"] = torch.empty((), dtype=torch.bool)
+    set_info(scalar, info(like))
+    return scalar
 
 
 def _refuse_outputs(graph: fx.Graph, dynamic: set[fx.Node]) -> None:
@@ -185,13 +185,13 @@ def _refuse_outputs(graph: fx.Graph, dynamic: set[fx.Node]) -> None:
 
 def _ancestors(roots: Sequence[fx.Node], within: set[fx.Node]) -> list[fx.Node]:
     """Return the nodes of `within` that lead to the roots, and those roots that are in it, in order."""
-    found, stack = set(roots), list(roots)
+    ancestors, stack = set(roots), list(roots)
     while stack:
         for argument in stack.pop().all_input_nodes:
-            if argument in within and argument not in found:
-                found.add(argument)
+            if argument in within and argument not in ancestors:
+                ancestors.add(argument)
                 stack.append(argument)
-    return sorted(found & within)
+    return sorted(ancestors & within)
 
 
 def _groups(nodes: Sequence[fx.Node], dynamic: set[fx.Node]) -> list[list[fx.Node]]:
@@ -290,10 +290,10 @@ def _fold(graph: fx.Graph, members: list[fx.Node], dynamic: set[fx.Node], name: 
 
 def _late(graph: fx.Graph, first: fx.Node, last: fx.Node, inside: set[fx.Node]) -> list[fx.Node]:
     """Return the nodes between a region's nodes that read one of them: they move behind the region."""
-    found: list[fx.Node] = []
+    late_nodes: list[fx.Node] = []
     node = first
     while node is not last:
-        if node not in inside and any(a in inside or a in found for a in node.all_input_nodes):
-            found.append(node)
+        if node not in inside and any(a in inside or a in late_nodes for a in node.all_input_nodes):
+            late_nodes.append(node)
         node = node.next
-    return found
+    return late_nodes

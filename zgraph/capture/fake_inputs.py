@@ -100,11 +100,11 @@ class Fakes:
             names = self.open_sizes.names.get(id(x)) if self.open_sizes is not None else None
             if names and id(x) not in self._registered:
                 fake = self._open(x, names)
-            self._inputs[id(x)] = made = _with_attributes(x, self._computed(fake))
+            self._inputs[id(x)] = fake_input = _with_attributes(x, self._computed(fake))
             if names and id(x) not in self._registered:
-                self.open_dims[id(made)] = names
+                self.open_dims[id(fake_input)] = names
             if self.open_sizes is not None and id(x) in self.open_sizes.values:
-                self.values[id(made)] = x.detach().clone()
+                self.values[id(fake_input)] = x.detach().clone()
         return self._inputs[id(x)]
 
     def _open(self, x: torch.Tensor, names: dict[int, str]) -> torch.Tensor:

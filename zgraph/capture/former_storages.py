@@ -172,11 +172,11 @@ def seen_as(param: Any, former: torch.Tensor, tensor: torch.Tensor) -> list[tupl
 
 
 def _permutation(former: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...] | None:
-    wanted = list(zip(size, stride, strict=True))
-    held = list(zip(former.shape, former.stride(), strict=True))
-    if len(set(held)) < len(held) or sorted(wanted) != sorted(held):
+    view_dims = list(zip(size, stride, strict=True))
+    former_dims = list(zip(former.shape, former.stride(), strict=True))
+    if len(set(former_dims)) < len(former_dims) or sorted(view_dims) != sorted(former_dims):
         return None
-    return tuple(held.index(dim) for dim in wanted)
+    return tuple(former_dims.index(dim) for dim in view_dims)
 
 
 def _narrowing(
@@ -201,14 +201,14 @@ def insert(graph: fx.Graph, node: fx.Node, source: fx.Node, steps: Sequence[tupl
     """Make the readers of the input `node` read the result of these methods called on `source`, another input or
     itself."""
     readers = list(node.users)
-    made, behind = source, graph.find_nodes(op="placeholder")[-1]
+    value, behind = source, graph.find_nodes(op="placeholder")[-1]
     for name, args in steps:
         with graph.inserting_after(behind), torch.enable_grad():
-            behind = graph.call_method(name, (made, *args))
-        behind.meta["example_value"] = getattr(made.meta["example_value"], name)(*args)
-        made = behind
+            behind = graph.call_method(name, (value, *args))
+        behind.meta["example_value"] = getattr(value.meta["example_value"], name)(*args)
+        value = behind
     for reader in readers:
-        reader.replace_input_with(node, made)
+        reader.replace_input_with(node, value)
 
 
 # -- at compile --------------------------------------------------------------------------------------------------------

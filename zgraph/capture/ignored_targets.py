@@ -34,7 +34,7 @@ def ignored_in(module: fx.GraphModule) -> set[Ignores]:
     """Return what the losses that a captured forward calls leave out."""
     graphs = [m.graph for m in module.modules() if isinstance(m, fx.GraphModule)]
     calls = [n for g in graphs for n in g.nodes if n.op == "call_function" and _is_loss(n.target)]
-    return {found for n in calls if (found := _ignores(n.target, n.args, n.kwargs)) is not None}
+    return {ignores for n in calls if (ignores := _ignores(n.target, n.args, n.kwargs)) is not None}
 
 
 def _is_loss(target: Any) -> bool:
@@ -51,9 +51,9 @@ class LossesSeen(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        found = _ignores(func, args, kwargs or {}) if _is_loss(func) else None
-        if found is not None:
-            self.found.add(found)
+        ignores = _ignores(func, args, kwargs or {}) if _is_loss(func) else None
+        if ignores is not None:
+            self.found.add(ignores)
         return func(*args, **(kwargs or {}))
 
 

@@ -88,8 +88,8 @@ class Signature:
     def paths(self, positional: Sequence[str]) -> tuple[str, ...]:
         """Return the name of each of the tensors: "input_ids", "batch.labels". `positional` are the names of forward's
         parameters."""
-        found = {id(leaf): path for path, leaf in inputs_by_path(positional, *self.call).items()}
-        return tuple(found[id(t)] for t in self.tensors)
+        paths_by_id = {id(leaf): path for path, leaf in inputs_by_path(positional, *self.call).items()}
+        return tuple(paths_by_id[id(t)] for t in self.tensors)
 
     def sources(self, parameters: Sequence[inspect.Parameter]) -> tuple[str, ...]:
         """Return the name that a capture gives each of the numbers: "L['temperature']". `parameters` are forward's,
@@ -97,7 +97,7 @@ class Signature:
         plain = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         others = {p.kind: p.name for p in parameters}
         named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-        found = []
+        sources = []
         for path, leaf in pytree.tree_leaves_with_path((list(self.call[0]), self.call[1])):
             if type(leaf) not in (int, float):
                 continue
@@ -111,8 +111,8 @@ class Signature:
             else:
                 key = path[1].key  # type: ignore[attr-defined]
                 own = f"L[{key!r}]" if key in named else f"L[{others.get(inspect.Parameter.VAR_KEYWORD)!r}][{key!r}]"
-            found.append(own + inner)
-        return tuple(found)
+            sources.append(own + inner)
+        return tuple(sources)
 
     def text(self, names: Mapping[Place, str] = MappingProxyType({}), given: Collection[int] = ()) -> str:
         """Return the signature as text.
@@ -152,9 +152,9 @@ def inputs_by_path(positional: Sequence[str], args: tuple[Any, ...], kwargs: dic
 
 
 def _stand_in(tensor: torch.Tensor, shape: tuple[int, ...], device: torch.device | str) -> torch.Tensor:
-    made = torch.empty(shape, dtype=tensor.dtype, device=device)
-    vars(made).update(vars(tensor))
-    return made.requires_grad_(tensor.requires_grad)
+    stand_in = torch.empty(shape, dtype=tensor.dtype, device=device)
+    vars(stand_in).update(vars(tensor))
+    return stand_in.requires_grad_(tensor.requires_grad)
 
 
 KNOWN_VALUES = 256  # the most sets of constants that a family remembers
@@ -246,9 +246,11 @@ class Family:
         likely = {(t, d) for t, d in self.equal if self.anticipate and (d == 0 or self.whole[t])}
         batches = {self.equal[p] for p in rows if p in self.equal}
         presumed = likely | self.alike | {p for p in self.equal if p[1] == 0 and self.equal[p] in batches}
-        found = (self.differed | (presumed - self.fixed)) - (self.tied - self.free)
+        open_places = (self.differed | (presumed - self.fixed)) - (self.tied - self.free)
         return [
-            p for p in self.equal if (p in found or p in self.declared) and p not in self.closed.keys() | self.padded
+            p
+            for p in self.equal
+            if (p in open_places or p in self.declared) and p not in self.closed.keys() | self.padded
         ]
 
     def _name(self, places: Sequence[Place]) -> None:
@@ -264,8 +266,14 @@ class Family:
         for key in sorted(
             classes, key=lambda key: not former[key]
         ):  # (a dimension keeps the name that it has: programs are found by it)
-            kept = [name for name in former[key] if name not in taken]
-            name = key if isinstance(key, str) else kept[0] if len(kept) == 1 else self._invented(classes[key], taken)
+            free_names = [name for name in former[key] if name not in taken]
+            name = (
+                key
+                if isinstance(key, str)
+                else free_names[0]
+                if len(free_names) == 1
+                else self._invented(classes[key], taken)
+            )
             taken.add(name)
             self.names.update(dict.fromkeys(classes[key], name))
 
@@ -283,17 +291,17 @@ class Family:
     def point(self, signature: Signature) -> dict[str, int]:
         """Return the sizes of a call by their names, except those that are 0 or 1. Raises `SignatureError` for a size
         that is not as declared."""
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         where: dict[str, Place] = {}
         for place, name in self.names.items():
             size = signature.tensors[place[0]].shape[place[1]]
             declared = self.declared.get(place)
             if declared is not None:
-                self._check(place, size, declared, found, where)
+                self._check(place, size, declared, sizes, where)
             if size > 1:
-                found.setdefault(name, size)
+                sizes.setdefault(name, size)
                 where.setdefault(name, place)
-        return found
+        return sizes
 
     def _check(self, place: Place, size: int, declared: Size, found: dict[str, int], where: dict[str, Place]) -> None:
         path = self.paths[place[0]]
@@ -361,9 +369,9 @@ class Family:
 
     def note_constants(self, constants: Collection[str]) -> None:
         """Make Python numbers that a program could not be given constants again, by their names in captures."""
-        found = {at for at, source in enumerate(self.sources) if source in constants}
-        self.constant |= found & self.given
-        self.given -= found
+        positions = {at for at, source in enumerate(self.sources) if source in constants}
+        self.constant |= positions & self.given
+        self.given -= positions
 
 
 class LearnedSizes:
@@ -400,7 +408,7 @@ class LearnedSizes:
         return family.open_sizes(signature)
 
     def _declared(self, signature: Signature, paths: Sequence[str]) -> dict[Place, Size]:
-        found: dict[Place, Size] = {}
+        declared_sizes: dict[Place, Size] = {}
         for number, path in enumerate(paths):
             for dim, size in self.dynamic.get(path, {}).items():
                 if int(dim) >= signature.tensors[number].dim():
@@ -409,8 +417,8 @@ class LearnedSizes:
                         where=f"dynamic.{path}",
                         hint="dimensions count from 0",
                     )
-                found[number, int(dim)] = self.sizes[size.name]
-        return found
+                declared_sizes[number, int(dim)] = self.sizes[size.name]
+        return declared_sizes
 
 
 def refuse_unknown_arguments(named: Mapping[str, object], forward: Callable[..., Any], where: str) -> None:

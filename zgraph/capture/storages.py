@@ -46,17 +46,17 @@ def owned(
     hold a little longer. The `values` were made without bases of views (`autograd_state.without_bases`): a base would
     count as one more tensor on their memory.
     """
-    taken = set(others)
-    made: list[torch.Tensor] = []
+    used_ids = set(others)
+    tensors: list[torch.Tensor] = []
     for at, value in enumerate(values):
-        own = id(value) not in taken and tensor_storage.elements_are_apart(value)
+        own = id(value) not in used_ids and tensor_storage.elements_are_apart(value)
         if own and tensor_storage.holders(value) > 1:
-            own = _beside(value, values, made, at in transferred)
+            own = _beside(value, values, tensors, at in transferred)
         if not own:
             value = value.clone()
-        taken.add(id(value))
-        made.append(value)
-    return made
+        used_ids.add(id(value))
+        tensors.append(value)
+    return tensors
 
 
 def _beside(
@@ -141,11 +141,11 @@ def sharing(
 
 
 def _by_address(tensors: Mapping[K, torch.Tensor]) -> dict[int, set[K]]:
-    found: dict[int, set[K]] = {}
+    keys_by_address: dict[int, set[K]] = {}
     for key, tensor in tensors.items():
         if (here := address(tensor)) != 0:
-            found.setdefault(here, set()).add(key)
-    return found
+            keys_by_address.setdefault(here, set()).add(key)
+    return keys_by_address
 
 
 @dataclass(frozen=True)

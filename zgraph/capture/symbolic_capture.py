@@ -53,13 +53,13 @@ def distinct(points: Mapping[str, int], exact: Collection[str] = ()) -> dict[str
 
     They grow by as little as possible; those that are `exact` change only if there is no other way.
     """
-    found: dict[str, int] = {}
+    distinct_points: dict[str, int] = {}
     for name in sorted(points, key=lambda name: (name not in exact, name)):
         point = max(points[name], 2)
-        while point in found.values():
+        while point in distinct_points.values():
             point += 1
-        found[name] = point
-    return found
+        distinct_points[name] = point
+    return distinct_points
 
 
 def traced_sizes(
@@ -67,7 +67,7 @@ def traced_sizes(
 ) -> tuple[TracedSize, ...]:
     """Return the sizes of a capture by its flat inputs. Raises `SizeError` for one that the model has turned into a
     number."""
-    found: dict[str, TracedSize] = {}
+    traced: dict[str, TracedSize] = {}
     for index, (value, node) in enumerate(zip(given, graph.find_nodes(op="placeholder"), strict=True)):
         for dim, name in open_dims.get(id(value), {}).items():
             size = node.meta["example_value"].shape[dim]
@@ -78,10 +78,10 @@ def traced_sizes(
                     f"size {name!r} can't differ from call to call",
                     why=f"dimension {dim} of flat input {index} became the number {size}",
                 )
-            known = found.setdefault(name, TracedSize(name, symbol, index, dim))
+            known = traced.setdefault(name, TracedSize(name, symbol, index, dim))
             assert known.symbol == symbol, f"{name}: {known.symbol} and {symbol}"
-    refuse_numbers(tuple(found.values()), graph)
-    return tuple(found.values())
+    refuse_numbers(tuple(traced.values()), graph)
+    return tuple(traced.values())
 
 
 def refuse_numbers(traced: Sequence[TracedSize], graph: fx.Graph) -> None:
@@ -153,19 +153,23 @@ def canonical(graph: fx.Graph, traced: Sequence[TracedSize]) -> list[tuple[Trace
     if free - by_symbol.keys():
         raise SizeError("sizes depend on something else than sizes of inputs", why=f"{free - by_symbol.keys()}")
     last = graph.find_nodes(op="placeholder")[-1]
-    made = []
+    size_inputs = []
     for size in [t for t in traced if t.symbol in free and by_symbol[t.symbol] is t]:
         with graph.inserting_after(last):
             last = graph.placeholder(f"size_{size.name}")
         env = _environment(graph)
         last.meta["val"] = env.create_symintnode(size.symbol, hint=symbols.point(env, size.symbol))
         set_info(last, NodeInfo(phase=Phase.FORWARD))
-        made.append((size, last))
-    inputs = {node for _, node in made}
+        size_inputs.append((size, last))
+    inputs = {node for _, node in size_inputs}
     numbers = [n for n in graph.nodes if isinstance(n.meta.get("val"), torch.SymInt) and n not in inputs]
     for node in numbers:
-        found = symbols.expression(node.meta["val"])
-        number = found if isinstance(found, int) else sizes.number_node(graph, node.meta["val"], beside=set(numbers))
+        expression = symbols.expression(node.meta["val"])
+        number = (
+            expression
+            if isinstance(expression, int)
+            else sizes.number_node(graph, node.meta["val"], beside=set(numbers))
+        )
         for user in list(node.users):
             sizes.replace_number(user, node, number)
     for node in reversed(numbers):
@@ -177,7 +181,7 @@ def canonical(graph: fx.Graph, traced: Sequence[TracedSize]) -> list[tuple[Trace
                 graph.erase_node(node)
             elif node.op == "call_function":
                 set_info(node, info(node).replace(phase=Phase.FORWARD))
-    return made
+    return size_inputs
 
 
 def with_own_sizes(program: Program, traced: Sequence[TracedSize], declared: SymbolicSizes | None) -> Program:
@@ -200,19 +204,19 @@ def with_own_sizes(program: Program, traced: Sequence[TracedSize], declared: Sym
     own = {port.name for port in program.inputs if port.role is InputRole.SIZE}
     tables = table_bounds(program.graph, symbols_of)
     every = tuple(_known_size(t, env, declared, tables.get(t.name)) for t in traced)
-    found = Sizes(tuple(s for s in every if s.name in own), (), tuple(s for s in every if s.name not in own))
-    if not found:
+    own_sizes = Sizes(tuple(s for s in every if s.name in own), (), tuple(s for s in every if s.name not in own))
+    if not own_sizes:
         return program
-    mode, given = sizes.new_mode(found.symbols, found.typical)
-    made = sizes.converted(program, mode, given, found)
+    mode, given = sizes.new_mode(own_sizes.symbols, own_sizes.typical)
+    new_program = sizes.converted(program, mode, given, own_sizes)
     for _ in check_values(
-        made, ValueCache()
+        new_program, ValueCache()
     ):  # (the guards of evaluating the operators once more are among its conditions)
         pass
-    now = sizes.guards_of(mode.shape_env)
-    made.sizes = replace(found, guards=tuple(dict.fromkeys([*asked, *now])))
-    sizes.seal(made)
-    return made
+    new_guards = sizes.guards_of(mode.shape_env)
+    new_program.sizes = replace(own_sizes, guards=tuple(dict.fromkeys([*asked, *new_guards])))
+    sizes.seal(new_program)
+    return new_program
 
 
 def _known_size(traced: TracedSize, env: Any, declared: SymbolicSizes, table: TableBound | None) -> ProgramSize:

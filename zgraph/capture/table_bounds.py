@@ -53,7 +53,7 @@ def table_bounds(graph: fx.Graph, names: Mapping[Any, str]) -> dict[str, TableBo
 
     Indices that depend on several sizes, or on one in another way than by a factor and a sum, bound none.
     """
-    found: dict[str, TableBound] = {}
+    bounds: dict[str, TableBound] = {}
     for node, rows, largest in _lookups(graph):
         free = set() if isinstance(largest, int) else largest.free_symbols
         if len(free) != 1 or not free <= names.keys():
@@ -64,9 +64,9 @@ def table_bounds(graph: fx.Graph, names: Mapping[Any, str]) -> dict[str, TableBo
             continue
         most = (rows - 1 - line[1]) // line[0]
         name = names[symbol]
-        if name not in found or most < found[name].most:
-            found[name] = TableBound(most, info(node).source or None)
-    return found
+        if name not in bounds or most < bounds[name].most:
+            bounds[name] = TableBound(most, info(node).source or None)
+    return bounds
 
 
 def refuse_beyond_table(size: int, table: TableBound) -> None:

@@ -60,14 +60,14 @@ def divided_layout(joint: Program, plan: Plan, costs: Costs, module: nn.Module) 
     ranks = joint.mesh.get(TENSOR_DIM, 1)
     if ranks == 1:
         return joint.params
-    found = choices(joint, TENSOR_DIM, ranks)
+    candidates = choices(joint, TENSOR_DIM, ranks)
     table = plan.tensor_parallel
     if table == "auto":
-        chosen = _fastest(joint, found, plan, costs)
+        chosen = _fastest(joint, candidates, plan, costs)
     else:
         own = table == "model"
         rows = _own_table(module) if own else dict(table)  # type: ignore[arg-type]
-        chosen = _by_table(joint, found, rows, module, ranks, own)
+        chosen = _by_table(joint, candidates, rows, module, ranks, own)
     specs = divided(joint, chosen)
     _tell(specs, ranks)
     return specs
@@ -170,10 +170,10 @@ def _by_table(
     uses = uses_of(joint, Axes(joint))
     parameters = joint.input_nodes(InputRole.PARAMETER)
     modules, known = [n for n, _ in module.named_modules(remove_duplicate=False)], parameter_names(module)
-    made: dict[str, Division] = {}
+    divisions: dict[str, Division] = {}
     faults: list[PlanError] = []
-    for pattern, given in rows.items():
-        style = _OF_TRANSFORMERS.get(given, given) if own else given
+    for pattern, style_name in rows.items():
+        style = _OF_TRANSFORMERS.get(style_name, style_name) if own else style_name
         if style not in STYLES:
             if own:
                 continue  # (styles of activations, or of modules without weights: here these follow from the weights)
@@ -201,10 +201,10 @@ def _by_table(
                     )
                 )
             if division is not None:
-                made[name] = division
+                divisions[name] = division
     if faults:
         raise joined(faults)
-    return made
+    return divisions
 
 
 def unmatched(rows: Collection[str], module: nn.Module) -> Iterator[PlanError]:

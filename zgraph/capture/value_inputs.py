@@ -134,11 +134,11 @@ class ValueInputs:
         if self._tries is None:
             if not self.may_help(error, call):
                 return False
-            found = self._candidates(call)
+            candidates = self._candidates(call)
             self._known = self.names
-            self._tries = [frozenset([name]) for name in found]
-            if len(found) > 1:
-                self._tries.append(frozenset(found))
+            self._tries = [frozenset([name]) for name in candidates]
+            if len(candidates) > 1:
+                self._tries.append(frozenset(candidates))
         if self._tries:
             more = self._tries.pop(0)
             logger.info("%s; once more with the values of %s as constants", error, ", ".join(sorted(more)))
@@ -159,6 +159,6 @@ class ValueInputs:
 
     def settled(self) -> list[str]:
         """Note that a capture is made, and return which inputs were found to be constants."""
-        found = sorted(self.names - self._known) if self._tries is not None else []
+        constants = sorted(self.names - self._known) if self._tries is not None else []
         self._tries, self._known = None, self.names
-        return found
+        return constants
