@@ -62,27 +62,27 @@ def bisect(
             )
         return _runtime(target, the_plan, batch, output, as_json)
     ranks = resolve_world(the_plan, world)
-    found = load_target(target, batch, weights=True)
+    loaded_target = load_target(target, batch, weights=True)
 
     from zgraph.inspection.bisect import bisect as run
 
-    inputs = batch_of_all(found.inputs, ranks)
+    inputs = batch_of_all(loaded_target.inputs, ranks)
     with progress(f"running {target} after each pass on {ranks} virtual ranks"):
-        made = run(found.model, the_plan, ranks, inputs, bound=bound)
-    give(made.to_json(), text_of(made), as_json, output)
-    if not made.ok:
+        bisection = run(loaded_target.model, the_plan, ranks, inputs, bound=bound)
+    give(bisection.to_json(), text_of(bisection), as_json, output)
+    if not bisection.ok:
         raise typer.Exit(CHECK_FAILED)
 
 
 def _runtime(target: str, plan: Plan, batch: str | None, output: Path | None, as_json: bool) -> None:
-    found = load_target(target, batch, weights=True)
+    loaded_target = load_target(target, batch, weights=True)
 
     from zgraph.api.bisect_runtime import bisect_runtime
 
     with progress(f"running {target} by the backend {plan.backend}"):
-        made = bisect_runtime(found.model, plan, found.inputs)
-    give(made.to_json(), text_of_runtime(made), as_json, output)
-    if not made.ok:
+        bisection = bisect_runtime(loaded_target.model, plan, loaded_target.inputs)
+    give(bisection.to_json(), text_of_runtime(bisection), as_json, output)
+    if not bisection.ok:
         raise typer.Exit(CHECK_FAILED)
 
 
@@ -135,9 +135,9 @@ def _at_length(culprit: Culprit) -> list[str]:
 
 
 def _said(culprit: Culprit) -> str:
-    found = [("more than rounding", culprit.beyond), ("said to keep bits and did not", culprit.bits)]
-    said = [f"{what} ({len(tensors)} tensors)" for what, tensors in found if tensors]
-    return ", ".join([*said, *(["refused by the verifier"] if culprit.refused is not None else [])])
+    kinds = [("more than rounding", culprit.beyond), ("said to keep bits and did not", culprit.bits)]
+    texts = [f"{what} ({len(tensors)} tensors)" for what, tensors in kinds if tensors]
+    return ", ".join([*texts, *(["refused by the verifier"] if culprit.refused is not None else [])])
 
 
 def _bits(stage: Stage) -> str:

@@ -34,9 +34,9 @@ def cache(
         count, size = store.clear()
         typer.echo(f"{count} files deleted, {shown_bytes(size)}")
         return
-    found = list(store.entries())
-    give(_data(store, found), _text(store, found), as_json, output)
-    if verify and any(entry.fault for entry in found):
+    entries = list(store.entries())
+    give(_data(store, entries), _text(store, entries), as_json, output)
+    if verify and any(entry.fault for entry in entries):
         raise typer.Exit(CHECK_FAILED)
 
 

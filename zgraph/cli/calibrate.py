@@ -26,19 +26,19 @@ def calibrate(
     """
     refuse_bundle(target, "calibrate")
     the_plan = load_plan(plan)
-    found = load_target(target)
+    loaded_target = load_target(target)
 
     import torch.distributed as dist
 
     from zgraph.api.calibration import calibrate as run
 
-    made = run(found.model, the_plan, found.inputs, path=out, steps=steps)
+    hardware = run(loaded_target.model, the_plan, loaded_target.inputs, path=out, steps=steps)
     if not dist.is_initialized() or dist.get_rank() == 0:
         if as_json:
-            typer.echo(made.model_dump_json(indent=1))
+            typer.echo(hardware.model_dump_json(indent=1))
             return
-        products = ", ".join(f"{rate / 1e9:.1f} GFLOP/s in {dtype}" for dtype, rate in made.flops.items())
-        typer.echo(f"{len(made.operators)} operators; {products}; memory {made.memory / 1e9:.1f} GB/s")
-        for dim, link in made.links.items():
+        products = ", ".join(f"{rate / 1e9:.1f} GFLOP/s in {dtype}" for dtype, rate in hardware.flops.items())
+        typer.echo(f"{len(hardware.operators)} operators; {products}; memory {hardware.memory / 1e9:.1f} GB/s")
+        for dim, link in hardware.links.items():
             typer.echo(f"link {dim}: {link.bandwidth / 1e9:.3f} GB/s, {link.latency * 1e6:.0f} µs")
         typer.echo(f"wrote {out}", err=True)

@@ -57,13 +57,13 @@ def check(
     from zgraph.inspection.check import check as run
 
     def find() -> tuple[nn.Module, Inputs]:
-        found = load_target(target, batch)
-        return found.model, found.inputs
+        loaded_target = load_target(target, batch)
+        return loaded_target.model, loaded_target.inputs
 
     with progress(f"checking {target}"):
-        made = run(find, plan, world, hardware, DEFAULT_HARDWARE)
-    give({"target": target, **made.to_json()}, text_of(made), as_json, output)
-    if not made.ok:
+        report = run(find, plan, world, hardware, DEFAULT_HARDWARE)
+    give({"target": target, **report.to_json()}, text_of(report), as_json, output)
+    if not report.ok:
         raise typer.Exit(CHECK_FAILED)
 
 

@@ -182,9 +182,14 @@ def compare(
 
     sources = open_checkpoint(one), open_checkpoint(other)
     with progress("comparing") as say:
-        found = run(*sources, pattern, say)
-    give(_plain(found.to_json()), _compared(found, str(one), str(other), None if every else SHOWN), as_json, output)
-    if not found.equal:
+        comparison = run(*sources, pattern, say)
+    give(
+        _plain(comparison.to_json()),
+        _compared(comparison, str(one), str(other), None if every else SHOWN),
+        as_json,
+        output,
+    )
+    if not comparison.equal:
         raise typer.Exit(CHECK_FAILED)
 
 
@@ -248,8 +253,8 @@ def convert(
     source = open_checkpoint(path, tag)
     chosen = named or f"step{source.known.steps or 0}"
     with progress(f"converting {source.folder}"):
-        made = run(source, to, chosen, to=system, layout=LAYOUTS[layout], ranks=ranks)  # type: ignore[arg-type]
-    typer.echo(f"wrote {made}", err=True)
+        written_path = run(source, to, chosen, to=system, layout=LAYOUTS[layout], ranks=ranks)  # type: ignore[arg-type]
+    typer.echo(f"wrote {written_path}", err=True)
 
 
 @ckpt.command()

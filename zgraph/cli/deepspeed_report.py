@@ -18,12 +18,14 @@ def show(path: Path, world: int | None, model: Any, as_json: bool, output: Path 
     from zgraph.deepspeed import report, usual_world
 
     ranks = world or usual_world(path)
-    found = report(path, world=ranks, model=model)
-    refused = len(found.refused)
-    says = (
-        f"{refused} of {len(found.rows)} keys refused" if refused else f"all {len(found.rows)} keys have their places"
+    key_report = report(path, world=ranks, model=model)
+    refused = len(key_report.refused)
+    summary = (
+        f"{refused} of {len(key_report.rows)} keys refused"
+        if refused
+        else f"all {len(key_report.rows)} keys have their places"
     )
-    give({"world": ranks, **found.to_json()}, f"{found}\n\n{says}, for {ranks} rank(s)", as_json, output)
-    if found.plan is None:
+    give({"world": ranks, **key_report.to_json()}, f"{key_report}\n\n{summary}, for {ranks} rank(s)", as_json, output)
+    if key_report.plan is None:
         raise typer.Exit(CHECK_FAILED)
-    return found.plan
+    return key_report.plan

@@ -72,23 +72,23 @@ def diff(
             return look(name)
         return look(name, by, world, hardware, batch, stage=stage)
 
-    found = seen(target, plan)
-    first = way_of(found, program, update)
+    inspection = seen(target, plan)
+    first = way_of(inspection, program, update)
     if other is None and to_plan is None:
         one = first.snapshots[0] if before is None else first.after(before)
         two = first.last if after is None else first.after(after)
-        made = compare(one, two)
-        give(made.to_json(), text_of(made, first.name, None if every else SHOWN), as_json, output)
+        difference = compare(one, two)
+        give(difference.to_json(), text_of(difference, first.name, None if every else SHOWN), as_json, output)
         return
-    against = seen(other or target, to_plan if to_plan is not None else plan)
-    second = way_of(against, program, update)
+    other_inspection = seen(other or target, to_plan if to_plan is not None else plan)
+    second = way_of(other_inspection, program, update)
     one = first.last if before is None else first.after(before)
     two = second.last if after is None else second.after(after)
     names = (target, other) if other is not None else (str(plan or "the default plan"), str(to_plan))
-    made = compare(one, two, names)
-    steps = {"before": _step(found), "after": _step(against)}
-    data = made.to_json() | {"steps": {key: dict(zip(STEP, row, strict=True)) for key, row in steps.items()}}
-    text = f"{_whole(found, names, steps)}\n\n{text_of(made, first.name, None if every else SHOWN)}"
+    difference = compare(one, two, names)
+    steps = {"before": _step(inspection), "after": _step(other_inspection)}
+    data = difference.to_json() | {"steps": {key: dict(zip(STEP, row, strict=True)) for key, row in steps.items()}}
+    text = f"{_whole(inspection, names, steps)}\n\n{text_of(difference, first.name, None if every else SHOWN)}"
     give(data, text, as_json, output)
 
 

@@ -116,26 +116,26 @@ def dump(
         from zgraph.build.pass_pipeline import PassFilter
 
         edited = PassFilter(frozenset(disable or ()), stop_after)
-    found = look(target, plan, world, hardware, batch, pass_filter=edited, stage=stage, at=at)
-    if rank is not None and rank >= found.world:
+    inspection = look(target, plan, world, hardware, batch, pass_filter=edited, stage=stage, at=at)
+    if rank is not None and rank >= inspection.world:
         raise typer.BadParameter(
-            f"there is no rank {rank} in a world of {found.world}: they are 0 to {found.world - 1}"
+            f"there is no rank {rank} in a world of {inspection.world}: they are 0 to {inspection.world - 1}"
         )
     if form is Format.BUNDLE:
         from zgraph.inspection import bundle
 
         assert output is not None
         with progress("writing the bundle"):
-            bundle.write(found, output)
+            bundle.write(inspection, output)
         typer.echo(f"wrote {output}", err=True)
         return
-    way = way_of(found, program, update)
+    way = way_of(inspection, program, update)
     if changed is not None:
         write(_changes(way, changed, filter), output)
         return
     shown = (way.last if after is None else way.after(after)).program
     place = None if rank is None else rank_place(shown, rank, filter or "*")
-    write(_rendered(shown, found, form, filter, place, output), output)
+    write(_rendered(shown, inspection, form, filter, place, output), output)
 
 
 def _refuse_conflicts(

@@ -16,8 +16,8 @@ def env(output: OutputOption = None, as_json: JsonOption = False) -> None:
     """Tell what is installed and what the machine has: put it into a report of a bug. Nothing secret is in it."""
     from zgraph.inspection.environment import environment
 
-    found = environment()
-    give(found.to_json(), text_of(found), as_json, output)
+    report = environment()
+    give(report.to_json(), text_of(report), as_json, output)
 
 
 def text_of(found: Environment) -> str:

@@ -47,7 +47,7 @@ def explain(
     from zgraph.inspection.explain import MISSED
     from zgraph.inspection.explain import explain as run
 
-    found = run(
+    explanation = run(
         look(target, plan, world, hardware, batch, program=program, stage=stage, at=at), MISSED if missed else str(what)
     )
-    give(found.to_json(), str(found), as_json, output)
+    give(explanation.to_json(), str(explanation), as_json, output)

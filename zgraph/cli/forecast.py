@@ -64,20 +64,20 @@ def forecast(
         return
     from zgraph.inspection.memory import peak_of
 
-    found = look(target, plan, world, hardware, batch, program=program, at=at)
-    step, costs = found.forecast, found.costs
-    peak = peak_of(found)
-    head = _head(found.world, costs)
+    inspection = look(target, plan, world, hardware, batch, program=program, at=at)
+    step, costs = inspection.forecast, inspection.costs
+    peak = peak_of(inspection)
+    head = _head(inspection.world, costs)
     data = {
-        "world": found.world,
-        "hardware": found.hardware,
+        "world": inspection.world,
+        "hardware": inspection.hardware,
         "seconds": step.seconds,
         "exposed": step.exposed,
         "peak": peak.bytes,
         "programs": [_row(f, runs) for f, runs in step.times()],
     }
-    held = f"peak: {shown_bytes(peak.bytes)} in {peak.program}, with what is held besides it"
-    give(data, f"{head}\n{step}\n{held}", as_json, output)
+    peak_text = f"peak: {shown_bytes(peak.bytes)} in {peak.program}, with what is held besides it"
+    give(data, f"{head}\n{step}\n{peak_text}", as_json, output)
 
 
 def _head(world: int, costs: Costs) -> str:
@@ -98,16 +98,16 @@ def _symbolic(
 
     the_plan = with_hardware(load_plan(plan), hardware)
     ranks, costs = resolve_world(the_plan, world), costs_of(the_plan)
-    found = load_target(target, batch)
-    made = symbolic_forecast(found.model, the_plan, found.inputs, costs)
-    rows, sequence = made.sizes.batch, made.sizes.sequence
-    here = made.at(world=ranks, batch=rows, sequence=sequence)
+    loaded_target = load_target(target, batch)
+    formulas = symbolic_forecast(loaded_target.model, the_plan, loaded_target.inputs, costs)
+    rows, sequence = formulas.sizes.batch, formulas.sizes.sequence
+    here = formulas.at(world=ranks, batch=rows, sequence=sequence)
     data = {
         "hardware": costs.hardware.model_dump(mode="json"),
-        **made.to_json(),
+        **formulas.to_json(),
         "at": {"world": ranks, "batch": rows, "sequence": sequence, **asdict(here)},
     }
-    give(data, f"{made}\n\nat world {ranks}, {made.sizes}: {here}", as_json, output)
+    give(data, f"{formulas}\n\nat world {ranks}, {formulas.sizes}: {here}", as_json, output)
 
 
 def _row(made: Forecast, runs: int) -> dict[str, Any]:

@@ -130,11 +130,11 @@ def _hosts(
         known: Hosts = {"localhost": list(range(num_gpus or max(_devices(), 1)))}
         if num_nodes not in (None, 1):
             raise MeshError(f"{num_nodes} nodes need a hostfile", where="--num_nodes", hint="--hostfile FILE")
-        found = chosen(known, include, exclude)
+        hosts = chosen(known, include, exclude)
     else:
         known = read_hostfile(hostfile)
-        found = limited(chosen(known, include, exclude), num_nodes, num_gpus)
-    return found, all(slots == known[host] for host, slots in found.items())
+        hosts = limited(chosen(known, include, exclude), num_nodes, num_gpus)
+    return hosts, all(slots == known[host] for host, slots in hosts.items())
 
 
 def _devices() -> int:

@@ -59,14 +59,14 @@ def memory(
     from zgraph.inspection.memory import data_of, parse_bound, peak_of
 
     wanted = [(text, parse_bound(text)) for text in bounds or ()]  # (an invalid bound is refused before the capture)
-    found = look(target, plan, world, hardware, batch, program=program, stage=stage, at=at)
-    checked = [(text, bound, peak_of(found, category=bound.category)) for text, bound in wanted]
+    inspection = look(target, plan, world, hardware, batch, program=program, stage=stage, at=at)
+    checked = [(text, bound, peak_of(inspection, category=bound.category)) for text, bound in wanted]
     checks = [{"bound": text, "bytes": top.bytes, "holds": bound.holds(top.bytes)} for text, bound, top in checked]
     if visualiser is not None:
         from zgraph.inspection.memory_viz import pickle_of
 
-        write_file(pickle_of(found), visualiser)
-    give(data_of(found) | {"checks": checks}, text_of(found, peak_of(found)), as_json, output)
+        write_file(pickle_of(inspection), visualiser)
+    give(data_of(inspection) | {"checks": checks}, text_of(inspection, peak_of(inspection)), as_json, output)
     failed = [(text, bound, top) for text, bound, top in checked if not bound.holds(top.bytes)]
     for text, bound, top in failed:
         over = shown_bytes(top.bytes - bound.bytes)
@@ -87,8 +87,10 @@ def text_of(found: Inspection, peak: Peak) -> str:
     for name, sizes in (("category", peak.categories), ("module", dict(list(peak.modules.items())[:15]))):
         rows = [(key, shown_bytes(size), f"{size / max(peak.bytes, 1):.1%}") for key, size in sizes.items()]
         lines += ["", table((name, "bytes", "share"), rows)]
-    held = [(h.node, h.type, shown_bytes(h.bytes), h.category, h.module, _short(h.source)) for h in peak.holders[:15]]
-    lines += ["", table(("largest", "type", "bytes", "category", "module", "line"), held)]
+    holders = [
+        (h.node, h.type, shown_bytes(h.bytes), h.category, h.module, _short(h.source)) for h in peak.holders[:15]
+    ]
+    lines += ["", table(("largest", "type", "bytes", "category", "module", "line"), holders)]
     return "\n".join(lines)
 
 

@@ -49,16 +49,16 @@ def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     from rich.table import Table
     from rich.text import Text
 
-    made = Table(box=None, pad_edge=False, header_style="bold")
+    rich_table = Table(box=None, pad_edge=False, header_style="bold")
     for at, name in enumerate(head):
-        made.add_column(
+        rich_table.add_column(
             name, justify="right" if rows and all(_number(row[at]) for row in rows) else "left", no_wrap=True
         )
     for row in rows:
-        made.add_row(*(Text(str(cell)) for cell in row))
+        rich_table.add_row(*(Text(str(cell)) for cell in row))
     console = Console(width=10_000, color_system="standard" if use_color(sys.stdout) else None, force_terminal=False)
     with console.capture() as captured:
-        console.print(made)
+        console.print(rich_table)
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 

@@ -61,8 +61,8 @@ def passes(
         rows = [facts_of(p.name, p.contract.summary, p.contract, p.options) for p in planned_passes(the_plan, update)]
         missed: list[dict[str, Any]] = []
     else:
-        found = look(target, plan, world, hardware, batch, stage=stage)
-        ranks, way = found.world, way_of(found, program, update)
+        inspection = look(target, plan, world, hardware, batch, stage=stage)
+        ranks, way = inspection.world, way_of(inspection, program, update)
 
         from zgraph.inspection.diff import compare
 
@@ -80,10 +80,10 @@ def passes(
 def _give_reasons(plan: Plan, update: bool, as_json: bool, output: Path | None) -> None:
     from zgraph.build.pass_pipeline import explain_step_passes, explain_update_passes
 
-    found = explain_update_passes(plan) if update else explain_step_passes(plan)
+    explained_passes = explain_update_passes(plan) if update else explain_step_passes(plan)
     rows = [
         {"name": f.contract.name, "summary": f.contract.summary, "runs": f.decision.runs, "why": f.decision.why}
-        for f in found
+        for f in explained_passes
     ]
     shown = [(row["name"], "runs" if row["runs"] else "-", row["why"]) for row in rows]
     give({"passes": rows}, table(("pass", "", "why"), shown), as_json, output)

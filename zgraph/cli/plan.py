@@ -79,9 +79,9 @@ def plan(
         if plans or search:
             raise typer.BadParameter("--from-deepspeed makes a plan: write it with -o, and compare it with --plan")
         model = None if target is None else load_target(target, batch).model
-        made = deepspeed_report.show(from_deepspeed, world, model, as_json, None)
+        converted_plan = deepspeed_report.show(from_deepspeed, world, model, as_json, None)
         if output is not None:
-            made.save(output)
+            converted_plan.save(output)
             typer.echo(f"wrote {output}", err=True)
         return
     if target is None:
@@ -92,19 +92,21 @@ def plan(
     from zgraph.inspection import compare_plans as kinds
 
     paths: list[Path | None] = list(plans) if plans else [None]
-    given = {str(path or "the default plan"): with_hardware(load_plan(path), hardware) for path in paths}
+    candidates = {str(path or "the default plan"): with_hardware(load_plan(path), hardware) for path in paths}
     limit = _bytes(budget) if budget is not None else None
-    ranks = _ranks(given, world)
-    found = load_target(target, batch)
+    ranks = _ranks(candidates, world)
+    loaded_target = load_target(target, batch)
     rows: list[Evaluation] = []
     whole = True
-    for name, one in given.items():
+    for name, one in candidates.items():
         with progress(f"evaluating {name}") as say:
             if search:
                 with _terminated_as_interrupted():
-                    rows, whole = kinds.search(found.model, found.inputs, one, ranks, limit or kinds.limit_of(one), say)
+                    rows, whole = kinds.search(
+                        loaded_target.model, loaded_target.inputs, one, ranks, limit or kinds.limit_of(one), say
+                    )
             else:
-                rows.append(kinds.evaluate(found.model, found.inputs, one, ranks, name, limit))
+                rows.append(kinds.evaluate(loaded_target.model, loaded_target.inputs, one, ranks, name, limit))
     if not whole:
         so_far = f"the {len(rows)} plan(s) until then are compared" if rows else "no plan had been evaluated"
         typer.echo(f"the search was interrupted: {so_far}", err=True)
@@ -142,11 +144,11 @@ def _ranks(given: dict[str, Plan], world: int | None) -> int:
     different numbers of ranks."""
     if world is not None:
         return world
-    found = {name: resolve_world(plan, None) for name, plan in given.items()}
-    if len(set(found.values())) > 1:
-        shown = ", ".join(f"{name} for {ranks}" for name, ranks in found.items())
+    worlds = {name: resolve_world(plan, None) for name, plan in given.items()}
+    if len(set(worlds.values())) > 1:
+        shown = ", ".join(f"{name} for {ranks}" for name, ranks in worlds.items())
         raise TargetError("the plans are for different numbers of ranks", why=shown, hint="--world N")
-    return next(iter(found.values()))
+    return next(iter(worlds.values()))
 
 
 def _text(ranked: list[Evaluation], best: Evaluation | None, ranks: int) -> str:

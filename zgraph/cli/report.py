@@ -39,24 +39,24 @@ def report(
     if bundle_folder(target) is None:
         the_plan = load_plan(plan)
         the_plan.refuse_pipeline(resolve_world(the_plan, world), "page")
-    found = look(target, plan, world, hardware, batch, at=at)
+    inspection = look(target, plan, world, hardware, batch, at=at)
 
     from zgraph.inspection.html_report import html_report
     from zgraph.inspection.memory import peak_of
 
-    content = html_report(found).encode()
+    content = html_report(inspection).encode()
     write_file(content, output)
     programs = [
         {"name": way.name, "kind": way.kind, "passes": len(way.snapshots) - 1, "nodes": way.last.facts["nodes"]}
-        for way in found.ways.values()
+        for way in inspection.ways.values()
     ]
     data = {
         "report": str(output),
         "bytes": len(content),
-        "world": found.world,
-        "seconds": found.forecast.seconds,
-        "exposed": found.forecast.exposed,
-        "peak": peak_of(found).bytes,
+        "world": inspection.world,
+        "seconds": inspection.forecast.seconds,
+        "exposed": inspection.forecast.exposed,
+        "peak": peak_of(inspection).bytes,
         "programs": programs,
     }
     if as_json:

@@ -32,9 +32,9 @@ def repro(
     from zgraph.inspection.repro import replay
 
     on_path()  # (for passes of the user's)
-    found = replay(folder)
-    give(found.to_json(), text_of(found), as_json, output)
-    if found.now is not None:
+    outcome = replay(folder)
+    give(outcome.to_json(), text_of(outcome), as_json, output)
+    if outcome.now is not None:
         raise typer.Exit(CHECK_FAILED)
 
 

@@ -113,19 +113,19 @@ def look(
     and hardware.
     """
     sizes = parse_sizes(at or ())
-    found = _look(text, plan, world, hardware, batch, pass_filter, stage).only(program)
-    return found.at(sizes) if sizes else found
+    inspection = _look(text, plan, world, hardware, batch, pass_filter, stage).only(program)
+    return inspection.at(sizes) if sizes else inspection
 
 
 def parse_sizes(given: Sequence[str]) -> dict[str, int]:
     """Parse texts such as "seq=512" into sizes by name. Raises `TargetError` for an invalid one."""
-    found = {}
+    sizes = {}
     for text in given:
         name, sign, number = text.partition("=")
         if not sign or not name.isidentifier() or not number.isdecimal():
             raise TargetError(f"{text!r} is no size", where="--at", hint="a name and a number: --at seq=512")
-        found[name] = int(number)
-    return found
+        sizes[name] = int(number)
+    return sizes
 
 
 def _look(
@@ -170,12 +170,12 @@ def _look(
             return make_inspection.of_model(
                 target.model, the_plan, target.inputs, ranks, origin=text, pass_filter=pass_filter
             )
-        found = make_inspection.of_stage(
+        inspection = make_inspection.of_stage(
             target.model, the_plan, target.inputs, ranks, stage or 0, origin=text, pass_filter=pass_filter
         )
     if stage is None:
-        typer.echo(f"note: this is {found.origin}; --stage K shows another", err=True)
-    return found
+        typer.echo(f"note: this is {inspection.origin}; --stage K shows another", err=True)
+    return inspection
 
 
 def look_at_pipeline(
@@ -287,9 +287,9 @@ def _siblings(name: str) -> list[str]:
 
 
 def _example(name: str) -> ModuleType:
-    found = _examples()
-    if name not in found:
-        hint = did_you_mean(name, found) if found else "write package.module:factory"
+    examples = _examples()
+    if name not in examples:
+        hint = did_you_mean(name, examples) if examples else "write package.module:factory"
         where = ", ".join(str(d) for d in _example_folders()) or "no folder of examples was found"
         raise TargetError(
             f"there is no example {name!r}",
@@ -297,7 +297,7 @@ def _example(name: str) -> ModuleType:
             why="a target without ':' is an example's name",
             hint=hint,
         )
-    path = found[name]
+    path = examples[name]
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))  # as if it ran as a script
     spec = importlib.util.spec_from_file_location(name, path)
@@ -315,12 +315,12 @@ def _example(name: str) -> ModuleType:
 
 def _examples() -> dict[str, Path]:
     """Return the examples by name, preferring those of the nearest folder."""
-    found: dict[str, Path] = {}
+    examples: dict[str, Path] = {}
     for folder in _example_folders():
         for path in sorted(folder.glob("*.py")):
             if not path.name.startswith("_"):
-                found.setdefault(path.stem, path)
-    return found
+                examples.setdefault(path.stem, path)
+    return examples
 
 
 def _example_folders() -> list[Path]:
@@ -331,23 +331,23 @@ def _example_folders() -> list[Path]:
 
 
 def _attribute(module: ModuleType, path: str, target: str) -> Callable[[], Any]:
-    found: Any = module
+    attribute: Any = module
     for part in path.split("."):
-        if not hasattr(found, part):
-            callables = [n for n in dir(found) if not n.startswith("_") and callable(getattr(found, n))]
-            own = [n for n in callables if getattr(getattr(found, n), "__module__", None) == module.__name__]
+        if not hasattr(attribute, part):
+            callables = [n for n in dir(attribute) if not n.startswith("_") and callable(getattr(attribute, n))]
+            own = [n for n in callables if getattr(getattr(attribute, n), "__module__", None) == module.__name__]
             raise TargetError(
-                f"{getattr(found, '__name__', path)!r} has no attribute {part!r}",
+                f"{getattr(attribute, '__name__', path)!r} has no attribute {part!r}",
                 where=f"target {target!r}",
                 hint=did_you_mean(part, own or callables),
             )
-        found = getattr(found, part)
-    if not callable(found):
+        attribute = getattr(attribute, part)
+    if not callable(attribute):
         raise TargetError(
-            f"target {target!r} is not callable but {type(found).__name__}",
+            f"target {target!r} is not callable but {type(attribute).__name__}",
             hint="name a function without arguments that returns (model, inputs)",
         )
-    return found  # type: ignore[no-any-return]
+    return attribute  # type: ignore[no-any-return]
 
 
 def _call(factory: Callable[[], Any], target: str) -> Target:
@@ -356,13 +356,13 @@ def _call(factory: Callable[[], Any], target: str) -> Target:
     hint = "return (model, inputs): an nn.Module, and a tuple of args or a dict of kwargs"
     try:
         with contextlib.redirect_stdout(sys.stderr):  # (stdout is for the answer)
-            made = factory()
+            pair = factory()
     except (Exception, SystemExit) as error:
         why = f"{type(error).__name__}: {error}"
         raise TargetError(f"target {target!r} failed", where=_frame(error), why=why) from error
-    if not isinstance(made, tuple) or len(made) != 2:
-        raise TargetError(f"target {target!r} returned {type(made).__name__}, not a pair", hint=hint)
-    model, inputs = made
+    if not isinstance(pair, tuple) or len(pair) != 2:
+        raise TargetError(f"target {target!r} returned {type(pair).__name__}, not a pair", hint=hint)
+    model, inputs = pair
     if not isinstance(model, nn.Module):
         raise TargetError(f"target {target!r} returned no model but {type(model).__name__}", hint=hint)
     if not isinstance(inputs, (tuple, dict)):

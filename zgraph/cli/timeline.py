@@ -68,18 +68,18 @@ def timeline(
 
             write(json.dumps(schedule_trace(whole.timeline)), output)
             return
-    found = look(target, plan, world, hardware, batch, program=program, stage=stage, at=at)
-    if ranks > found.world:
-        raise typer.BadParameter(f"there are {found.world} ranks, not {ranks}")
+    inspection = look(target, plan, world, hardware, batch, program=program, stage=stage, at=at)
+    if ranks > inspection.world:
+        raise typer.BadParameter(f"there are {inspection.world} ranks, not {ranks}")
     if against is None:
         from zgraph.inspection.trace import trace_of
 
-        write(json.dumps(trace_of(found, ranks)), output)
+        write(json.dumps(trace_of(inspection, ranks)), output)
         return
     from zgraph.inspection.compare_profile import beside
 
-    made = beside(found, read_profile(against))
-    give(made.to_json(), _text(made), as_json, output)
+    comparison = beside(inspection, read_profile(against))
+    give(comparison.to_json(), _text(comparison), as_json, output)
 
 
 def _text(made: Comparison) -> str:

@@ -19,20 +19,20 @@ def load(folder: str, batch: str | None, *, weights: bool = False) -> tuple[Any,
     random numbers. Nothing is downloaded, and no code of the folder is run. Raises `TargetError`.
     """
     rows, length = _batch(batch or DEFAULT_BATCH)
-    made = _made(Path(folder), f"target 'hf:{folder}'", "cpu" if weights else "meta", use_cache=False)
-    inputs = _inputs(made, made.config, rows, length)
-    return made.train(), _drawn(inputs, made.config) if weights else inputs
+    model = _made(Path(folder), f"target 'hf:{folder}'", "cpu" if weights else "meta", use_cache=False)
+    inputs = _inputs(model, model.config, rows, length)
+    return model.train(), _drawn(inputs, model.config) if weights else inputs
 
 
 def empty(folder: Path) -> Any:
     """Return the model of a folder's config.json on the meta device, with its generation_config.json if there is
     one. Raises `TargetError`."""
-    made = _made(folder, "--config", "meta")
+    model = _made(folder, "--config", "meta")
     if (folder / "generation_config.json").is_file():
         from transformers import GenerationConfig
 
-        made.generation_config = GenerationConfig.from_pretrained(str(folder))
-    return made
+        model.generation_config = GenerationConfig.from_pretrained(str(folder))
+    return model
 
 
 def _made(path: Path, where: str, device: str, **changes: Any) -> Any:
@@ -85,18 +85,18 @@ def _drawn(inputs: dict[str, Any], config: Any) -> dict[str, Any]:
 
     generator = torch.Generator().manual_seed(0)
     words = getattr(config.get_text_config(), "vocab_size", None) or config.num_labels
-    found = {}
+    random_inputs = {}
     for name, like in inputs.items():
         if like.is_floating_point():
-            found[name] = torch.randn(like.shape, generator=generator)
+            random_inputs[name] = torch.randn(like.shape, generator=generator)
         else:
             most = words if like.dim() > 1 else config.num_labels
-            found[name] = torch.randint(most, like.shape, generator=generator)
-    return found
+            random_inputs[name] = torch.randint(most, like.shape, generator=generator)
+    return random_inputs
 
 
 def _batch(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"(\d+)(?:x(\d+))?", text)
-    if found is None or int(found[1]) < 1 or (found[2] is not None and int(found[2]) < 1):
+    match = re.fullmatch(r"(\d+)(?:x(\d+))?", text)
+    if match is None or int(match[1]) < 1 or (match[2] is not None and int(match[2]) < 1):
         raise TargetError(f"{text!r} is no batch", where="--batch", hint="rows, or rows x tokens: 4x512")
-    return int(found[1]), int(found[2] or DEFAULT_BATCH.split("x")[1])
+    return int(match[1]), int(match[2] or DEFAULT_BATCH.split("x")[1])

@@ -56,14 +56,14 @@ def verify(
     refuse_bundle(target, "verify")
     the_plan = with_hardware(load_plan(plan), hardware)
     ranks = resolve_world(the_plan, world)
-    found = load_target(target, batch, weights=True)
+    loaded_target = load_target(target, batch, weights=True)
 
     from zgraph.api.verify import verify as run
 
-    inputs = batch_of_all(found.inputs, the_plan.data_ranks(ranks))
+    inputs = batch_of_all(loaded_target.inputs, the_plan.data_ranks(ranks))
     with progress(f"running {target} on {ranks} {'real' if compiled else 'virtual'} ranks"):
         try:
-            report = run(found.model, the_plan, ranks, inputs, compiled=compiled)
+            report = run(loaded_target.model, the_plan, ranks, inputs, compiled=compiled)
         except VerifyError as error:
             if error.others and not all_faults:
                 error.add_note(f"and {len(error.others)} further faults of this program: --all-faults lists them")
@@ -98,11 +98,11 @@ def _finite(error: float) -> float | None:
 def batch_of_all(inputs: Inputs, ranks: int) -> Inputs:
     """Return a batch for `ranks` ranks with different rows, made from one rank's; print a note if the rows can't
     differ."""
-    made, different = global_batch(inputs, ranks)
+    batch, different = global_batch(inputs, ranks)
     if not different and ranks > 1:
-        said = "note: the batch has one row, so all ranks see the same data: a missing reduction is not found"
-        typer.echo(said, err=True)
-    return made
+        note = "note: the batch has one row, so all ranks see the same data: a missing reduction is not found"
+        typer.echo(note, err=True)
+    return batch
 
 
 def global_batch(inputs: Inputs, world: int) -> tuple[Inputs, bool]:
