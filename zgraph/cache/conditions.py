@@ -117,17 +117,17 @@ def key_of(found: dict[str, Any]) -> str:
 
 @functools.cache
 def _versions() -> dict[str, str]:
-    found = {
+    versions = {
         "zgraph": __version__,
         "torch": f"{torch.__version__} {torch.version.git_version} {torch.version.cuda}",
         "python": f"{platform.python_implementation()} {sys.version}",
     }
     for package in ("triton", "pytorch-triton", "numpy"):
         try:
-            found[package] = importlib.metadata.version(package)
+            versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found[package] = ""
-    return found
+            versions[package] = ""
+    return versions
 
 
 @functools.cache
@@ -158,5 +158,12 @@ def _processor() -> dict[str, Any]:
 def _device(device: torch.device) -> list[Any]:
     if device.type != "cuda" or not torch.cuda.is_available():
         return [device.type]
-    found = torch.cuda.get_device_properties(device)
-    return ["cuda", found.name, found.major, found.minor, found.multi_processor_count, found.total_memory]
+    properties = torch.cuda.get_device_properties(device)
+    return [
+        "cuda",
+        properties.name,
+        properties.major,
+        properties.minor,
+        properties.multi_processor_count,
+        properties.total_memory,
+    ]

@@ -150,27 +150,27 @@ def writable_by_others(folder: Path) -> str | None:
     at = Path(os.path.abspath(os.path.realpath(folder)))
     for path in (at, *at.parents):
         try:
-            found = path.stat()
+            status = path.stat()
         except FileNotFoundError:
             continue  # (this user will create it, in a folder that is checked next)
         except OSError as error:
             return f"{path}: {error}"
-        if found.st_uid not in (os.geteuid(), 0):
-            return f"{path} belongs to another user (number {found.st_uid})"
-        others = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-        if others and (not found.st_mode & stat.S_ISVTX or path == at):
+        if status.st_uid not in (os.geteuid(), 0):
+            return f"{path} belongs to another user (number {status.st_uid})"
+        others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        if others and (not status.st_mode & stat.S_ISVTX or path == at):
             return f"others can write to {path} (chmod go-w)"
     return None
 
 
 def hashed(*texts: str) -> str:
     """Return the SHA-256 of texts in hex, as a key."""
-    made = hashlib.sha256()
+    digest = hashlib.sha256()
     for text in texts:
         data = text.encode("utf-8", "surrogatepass")
-        made.update(f"{len(data)}:".encode())
-        made.update(data)
-    return made.hexdigest()
+        digest.update(f"{len(data)}:".encode())
+        digest.update(data)
+    return digest.hexdigest()
 
 
 def _entry(kind: str, key: str, body: bytes, words: Mapping[str, str]) -> bytes:

@@ -38,11 +38,11 @@ class Rates(Record, frozen=True):
 
     def of(self, base: Hardware, name: str) -> Hardware:
         """Return `base` with these rates."""
-        found: dict[str, object] = {"name": name, "flops": {**base.flops, **self.flops}, "memory": self.memory}
-        found |= {"launch": self.launch, "host": self.host}
+        changes: dict[str, object] = {"name": name, "flops": {**base.flops, **self.flops}, "memory": self.memory}
+        changes |= {"launch": self.launch, "host": self.host}
         if base.device == "cpu":
-            found["host_memory"] = self.memory
-        return base.model_copy(update=found)
+            changes["host_memory"] = self.memory
+        return base.model_copy(update=changes)
 
 
 def slowest(ranks: list[Rates]) -> Rates:

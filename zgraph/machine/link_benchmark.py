@@ -53,16 +53,16 @@ def measure_link(
     *times, scattered = map(min, first, [bench.time(transfer) for transfer in transfers])
     latency, per_byte = fit_line(sizes, times)
     whole = (ranks - 1) / ranks
-    found = Link(
+    link = Link(
         bandwidth=whole / per_byte,
         latency=latency / (ranks - 1),
         scatter=max(scattered - latency, 0.1 * times[-1]) / (per_byte * sizes[-1]),
         joins=not bench.gloo,
     )
     if seconds is None:
-        return found
+        return link
     longer, start = bench.taken(transfers[-2], times[-1])
-    return found.model_copy(update={"work": min(longer / sizes[-1], 1 / found.bandwidth), "start": start})
+    return link.model_copy(update={"work": min(longer / sizes[-1], 1 / link.bandwidth), "start": start})
 
 
 def fit_line(sizes: Sequence[float], times: Sequence[float]) -> tuple[float, float]:

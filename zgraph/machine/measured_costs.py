@@ -113,21 +113,21 @@ def _measured(costs: Costs, device: torch.device, agreement: Agreement, mesh: De
     missing = {s.host for s in seen if s.kept is None}
     rates = [s.kept for s in seen if s.kept is not None]
     if missing:
-        mine = seen[agreement.rank()].kept
+        own_rates = seen[agreement.rank()].kept
         rates = agreement.gather(
-            "the rates of devices", mine if mine and host not in missing else _measure(device, costs, key)
+            "the rates of devices", own_rates if own_rates and host not in missing else _measure(device, costs, key)
         )
         like = [at for at, s in enumerate(seen) if (s.host, s.key) == (host, key)]
         if host in missing and like[0] == agreement.rank():
             measurement_cache.write("device", key, slowest([rates[at] for at in like]))
     links = _links(device, agreement, mesh, sorted(set(hosts)))
     name = key["device"]
-    found = slowest(rates).of(costs.hardware, f"{name}, measured")
-    found = found.model_copy(update={"links": {**found.links, **links}})
+    hardware = slowest(rates).of(costs.hardware, f"{name}, measured")
+    hardware = hardware.model_copy(update={"links": {**hardware.links, **links}})
     if agreement.first():
-        again = "measured" if missing else "kept from before"
-        logger.info("%s; rates %s, %.1f s in all", _in_words(found, links), again, time.perf_counter() - began)
-    return found
+        origin = "measured" if missing else "kept from before"
+        logger.info("%s; rates %s, %.1f s in all", _in_words(hardware, links), origin, time.perf_counter() - began)
+    return hardware
 
 
 def _measure(device: torch.device, costs: Costs, key: dict[str, str]) -> Rates:
@@ -180,10 +180,10 @@ def _links(device: torch.device, agreement: Agreement, mesh: DeviceMesh | None, 
     before = measurement_cache.read("links", key, Links) if agreement.first() else None
     before = agreement.gather("what is kept of links", before)[0]
     same = {d for d, ranks in dims.items() if before and d in before.links and alike(before.links[d], now[d], ranks)}
-    found = {d: before.links[d] if before and d in same else now[d] for d in dims}
+    links = {d: before.links[d] if before and d in same else now[d] for d in dims}
     if len(same) < len(dims) and agreement.first():
-        measurement_cache.write("links", key, Links(links=found))
-    return found
+        measurement_cache.write("links", key, Links(links=links))
+    return links
 
 
 def alike(old: Link, new: Link, ranks: int) -> bool:

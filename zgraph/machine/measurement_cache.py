@@ -32,12 +32,12 @@ def read(kind: str, key: dict[str, str], record: type[R]) -> R | None:
     """Return the cached measurement with this key; None if there is none, or none that is intact."""
     path = entry(kind, key)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if found["key"] != key:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        if document["key"] != key:
             raise ValueError("it is of another key")
-        if found["sum"] != _hash(_text(found["key"]) + _text(found["value"])):
+        if document["sum"] != _hash(_text(document["key"]) + _text(document["value"])):
             raise ValueError("its sum is another")
-        return record.model_validate(found["value"])
+        return record.model_validate(document["value"])
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError, RecursionError, PlanError) as error:

@@ -559,8 +559,8 @@ class Plan(Record, frozen=True):
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         copy = super().model_copy(update=update, deep=deep)
         if update:  # the copy is validated as a new plan, whose fields all count as given
-            kept = {name: origin for name, origin in self._origins.items() if name not in update}
-            copy._origins.update(kept)
+            origins = {name: origin for name, origin in self._origins.items() if name not in update}
+            copy._origins.update(origins)
         return copy
 
     def __str__(self) -> str:
@@ -630,9 +630,9 @@ class Plan(Record, frozen=True):
             return self
         rows = self.elastic.batch // math.prod(sizes.get(dim, 1) for dim in DATA_DIMENSIONS)
         elastic = self.elastic.model_copy(update={"rows": rows})
-        made = self.model_copy(update={"elastic": elastic, "micro_batches": elastic.parts(rows)})
-        made._origins.update({"elastic": self.origins()["elastic"], "micro_batches": "elastic"})
-        return made
+        plan = self.model_copy(update={"elastic": elastic, "micro_batches": elastic.parts(rows)})
+        plan._origins.update({"elastic": self.origins()["elastic"], "micro_batches": "elastic"})
+        return plan
 
     def resolve_mesh(self, world: int) -> dict[str, int]:
         """Return the mesh's sizes by name, in ranks, with -1 filled in.
@@ -664,8 +664,8 @@ class Plan(Record, frozen=True):
                 why=why,
                 hint=f"worlds that can: {shown_worlds(self.worlds(), world)}",
             )
-        found = {name: world // known if size == -1 else size for name, size in self.mesh.items()}
-        ranks, block = found.get("dp", 1), self.wire.secondary
+        sizes = {name: world // known if size == -1 else size for name, size in self.mesh.items()}
+        ranks, block = sizes.get("dp", 1), self.wire.secondary
         if block is not None and ranks % block:
             raise MeshError(
                 f"wire.secondary is {block}, and mesh.dp is {ranks}",
@@ -673,7 +673,7 @@ class Plan(Record, frozen=True):
                 why="the ranks of dp are to be nodes of that many",
                 hint=f"a number that divides {ranks}, as the devices of a node do; or leave it out",
             )
-        return found
+        return sizes
 
 
 def located(error: PlanError, file: Path, text: str) -> PlanError:

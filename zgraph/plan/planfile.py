@@ -68,8 +68,8 @@ def _line_of(error: Exception, text: str) -> int | None:
         return int(mark.line) + 1
     if "(at end of document)" in str(error):  # tomllib's wording; attributes come with Python 3.14
         return len(text.splitlines())
-    found = re.search(r"\(at line (\d+)", str(error))
-    return int(found[1]) if found else None
+    match = re.search(r"\(at line (\d+)", str(error))
+    return int(match[1]) if match else None
 
 
 class _DuplicateKeyError(Exception):
@@ -79,12 +79,12 @@ class _DuplicateKeyError(Exception):
 
 def _parse_json(text: str) -> Any:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         for key, value in pairs:
-            if key in found:
+            if key in fields:
                 raise _DuplicateKeyError(key)
-            found[key] = value
-        return found
+            fields[key] = value
+        return fields
 
     return json.loads(text, object_pairs_hook=unique)
 

@@ -95,15 +95,15 @@ def values_in(dynamic: Mapping[str, Any]) -> frozenset[str]:
 
 def declared(dynamic: Dynamic) -> dict[str, Size]:
     """Return each size by its name, from the place that says most about it. Raises `PlanError` where places differ."""
-    found: dict[str, Size] = {}
+    sizes: dict[str, Size] = {}
     for argument, dimensions in sizes_in(dynamic).items():
         for size in dimensions.values():
-            known = found.get(size.name)
+            known = sizes.get(size.name)
             told = [s for s in (known, size) if s is not None and (s.max, s.typical) != (None, None)]
             if len(told) == 2 and told[0] != told[1]:
                 raise PlanError(f"size {size.name!r} is given twice, and differently", where=f"dynamic.{argument}")
-            found[size.name] = told[0] if told else size
-    return found
+            sizes[size.name] = told[0] if told else size
+    return sizes
 
 
 UNPADDED = "none"

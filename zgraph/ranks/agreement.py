@@ -101,14 +101,14 @@ def levels(ranks: Sequence[int], mine: int) -> list[list[int]]:
     """Return the ranks that `mine` reduces with, level by level, so that after the last level all ranks have met: few
     at a time, if their number can be divided so.
     """
-    found: list[list[int]] = []
+    groups: list[list[int]] = []
     at, stride, left = ranks.index(mine), 1, len(ranks)
     while left > 1:
         size = next(n for n in range(2, left + 1) if left % n == 0)
         first = at - at // stride % size * stride
-        found.append([ranks[first + number * stride] for number in range(size)])
+        groups.append([ranks[first + number * stride] for number in range(size)])
         stride, left = stride * size, left // size
-    return found
+    return groups
 
 
 class Agreement:
@@ -237,12 +237,12 @@ class Agreement:
         with _named(self, f"the ranks' vote about {subject} (all_reduce)", ballot):
             self._greatest(columns, subject, ballot)
             if torch.equal(columns[0], -columns[1]) and columns[2, 0] == -columns[3, 0]:
-                _, _, _, _, ours, theirs, one, other, flagged, found = columns[:, 0].tolist()
+                _, _, _, _, ours, theirs, one, other, flagged, worst_of_ranks = columns[:, 0].tolist()
                 if self._relaxed and tighten:
                     self._tighten()
                 if foreseen is not None:
                     foreseen.leave_vote(coming if one == -other else None)
-                return Verdict(bool(flagged) or ours != -theirs, found, one == -other)
+                return Verdict(bool(flagged) or ours != -theirs, worst_of_ranks, one == -other)
             view = _View(
                 ballot,
                 explain() if explain else None,
@@ -348,8 +348,8 @@ class Agreement:
         problem: Exception | None = None
         mine: tuple[str | None, S | None]
         try:
-            found = attempt()
-            mine = None, told(found)
+            result = attempt()
+            mine = None, told(result)
         except Exception as error:
             problem = error
             mine = str(error) if isinstance(error, ZgraphError) else f"{type(error).__name__}: {error}", None
@@ -359,7 +359,7 @@ class Agreement:
         for rank, (said, _) in enumerate(views):
             if said is not None:
                 raise refused(self.ranks[rank], said)
-        return found, [view for _, view in views]
+        return result, [view for _, view in views]
 
     def broadcast(self, value: int) -> int:
         """Return rank 0's value (its lowest 63 bits) on every rank."""

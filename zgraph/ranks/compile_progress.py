@@ -129,8 +129,8 @@ def _bar(compiling: Compiling, ended: threading.Event, stream: TextIO) -> None:
 
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[times]}"))
     # (The user's process prints as it likes: no stream is redirected.)
-    kept = {"redirect_stdout": False, "redirect_stderr": False}
-    with Progress(*columns, console=Console(file=stream), transient=True, auto_refresh=False, **kept) as bar:  # type: ignore[arg-type]
+    options = {"redirect_stdout": False, "redirect_stderr": False}
+    with Progress(*columns, console=Console(file=stream), transient=True, auto_refresh=False, **options) as bar:  # type: ignore[arg-type]
         task = bar.add_task("", total=1.0, times="")
         while not ended.wait(REFRESH):
             bar.update(task, completed=compiling.share(), description=compiling.line(), times=compiling.times())

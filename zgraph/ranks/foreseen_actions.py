@@ -75,8 +75,8 @@ class ForeseenActions:
     # -- what is foreseen ---------------------------------------------------------------------------------------------
     def foreseen(self) -> Act | None:
         """Return the act that all ranks foresee; None if they foresee none."""
-        found = self._following.get((self._before, self._step))
-        return self.promised[-1] if found is None and self.promised else found
+        act = self._following.get((self._before, self._step))
+        return self.promised[-1] if act is None and self.promised else act
 
     def passes(self, act: Act) -> bool:
         """Go on without a vote and return True if this act is foreseen. It is not if another model of the same ranks
@@ -183,13 +183,13 @@ class ForeseenActions:
             return self.found
         try:
             with self._lock:
-                found = self._store.get(_DIFFERENCE) if self._store.check([_DIFFERENCE]) else None
+                message = self._store.get(_DIFFERENCE) if self._store.check([_DIFFERENCE]) else None
         except RuntimeError:
             return None
-        if found is None:
+        if message is None:
             return None
-        said = json.loads(found)
-        return self.end(f"ranks disagree about {said['subject']}", said["where"], said["why"])
+        fields = json.loads(message)
+        return self.end(f"ranks disagree about {fields['subject']}", fields["where"], fields["why"])
 
     def end(self, what: str, where: str, why: str) -> RankMismatchError:
         """Return the error to raise if ranks have done different things, and shut the process groups: transfers that
@@ -209,9 +209,9 @@ class ForeseenActions:
 
     def raise_difference(self) -> None:
         """Raise the error that any rank has found."""
-        found = self.difference()
-        if found is not None:
-            raise found
+        error = self.difference()
+        if error is not None:
+            raise error
 
     def _tell(self, said: dict[str, str]) -> None:
         with self._lock:

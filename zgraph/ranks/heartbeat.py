@@ -239,17 +239,17 @@ def _shared(interval: float) -> Heart | None:
     """
     global _heart
     store = process_groups.default_store()
-    found = _heart() if _heart is not None else None
-    if found is not None and found.store is store and not found.pulse.stop.is_set():
-        found.pulse.interval = min(found.pulse.interval, interval)
-        return found
+    heart = _heart() if _heart is not None else None
+    if heart is not None and heart.store is store and not heart.pulse.stop.is_set():
+        heart.pulse.interval = min(heart.pulse.interval, interval)
+        return heart
     try:
-        made = Heart(store, torch.distributed.get_rank(), interval)
+        new_heart = Heart(store, torch.distributed.get_rank(), interval)
     except RuntimeError as error:
         logger.warning("ranks can't watch each other: %s", error)
         return None
-    _heart = weakref.ref(made)
-    return made
+    _heart = weakref.ref(new_heart)
+    return new_heart
 
 
 def _report(node: Any) -> tuple[str, tuple[int, ...]] | None:
@@ -276,8 +276,8 @@ os.register_at_fork(after_in_child=_forget)
 
 # -- texts ------------------------------------------------------------------------------------------------------------
 def _beat(text: bytes) -> Beat:
-    found = json.loads(text)
-    return Beat(**{**found, "absent": tuple(found["absent"])})
+    fields = json.loads(text)
+    return Beat(**{**fields, "absent": tuple(fields["absent"])})
 
 
 def _answers(first: Beat | None, now: Beat | None) -> bool:
@@ -374,8 +374,8 @@ def _place(node: fx.Node | None) -> tuple[str, int, str]:
 def _line_of(stack: Sequence[StackFrame]) -> str:
     """Return the innermost line of the user's own code that a thread is in, in words."""
     own = [line for line in stack if not line.file.startswith(("<", *_NOT_THE_USERS))]
-    for found in (*own, *stack):
-        return f"in {found.function}, {found.file}:{found.number}"
+    for frame in (*own, *stack):
+        return f"in {frame.function}, {frame.file}:{frame.number}"
     return "nowhere in Python"
 
 

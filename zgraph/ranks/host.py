@@ -19,18 +19,18 @@ def host_free() -> int:
     """Return the bytes of the host's memory that this process can still allocate: the least of what the system, the
     limit on its address space and its control group leave.
     """
-    found = []
+    free_bytes = []
     for line in text_of("/proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
-            found.append(int(line.split()[1]) * 1024)
+            free_bytes.append(int(line.split()[1]) * 1024)
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     pages = text_of("/proc/self/statm").split()
     if limit != resource.RLIM_INFINITY and pages:
-        found.append(limit - int(pages[0]) * resource.getpagesize())
+        free_bytes.append(limit - int(pages[0]) * resource.getpagesize())
     group = text_of("/sys/fs/cgroup/memory.max").strip(), text_of("/sys/fs/cgroup/memory.current").strip()
     if all(text.isdigit() for text in group):
-        found.append(int(group[0]) - int(group[1]))
-    return max(0, min(found, default=0))
+        free_bytes.append(int(group[0]) - int(group[1]))
+    return max(0, min(free_bytes, default=0))
 
 
 def text_of(path: str) -> str:

@@ -127,12 +127,12 @@ def failed_collective(what: str, where: str, error: BaseException, node: Any = N
     why = f"{type(error).__name__}: {error}"
     absent: tuple[int, ...] = ()
     for reporter in _reporters if not _is_aside() else ():
-        found = reporter(node)
-        if found is not None:
-            why, absent = f"{why}\n{found[0]}", found[1]
+        report = reporter(node)
+        if report is not None:
+            why, absent = f"{why}\n{report[0]}", report[1]
             break
-    made = CollectiveError(
+    failure = CollectiveError(
         what, where=where, why=why, hint="a rank has died or stopped: look at the other ranks' output first"
     )
-    made.absent = absent
-    return made
+    failure.absent = absent
+    return failure

@@ -37,8 +37,8 @@ def stack_of(thread: int) -> list[StackFrame]:
     outwards = accumulate(chain(innermost, repeat("f_back", DEPTH - 1)), getattr)
     places = map(_place_of, takewhile(truth, outwards))
     with _no_collection():
-        found = list(places)  # (the one call: all of the above is lazy)
-    return [StackFrame(code.co_filename, number or 0, code.co_name) for code, number in found]
+        frames = list(places)  # (the one call: all of the above is lazy)
+    return [StackFrame(code.co_filename, number or 0, code.co_name) for code, number in frames]
 
 
 @contextmanager

@@ -46,14 +46,14 @@ def waits(schedule: Schedule, needs: Needs | None = None) -> dict[Action, tuple[
     actions = [action for rank in range(schedule.ranks) for action in schedule.of(rank)]
     # The backward that computes gradients for earlier stages: for each stage and micro-batch one B or one I.
     backwards = {(a.stage, a.micro_batch): a for a in actions if a.kind in (Kind.B, Kind.I)}
-    found: dict[Action, tuple[Action, ...]] = {}
+    predecessors: dict[Action, tuple[Action, ...]] = {}
     for action in actions:
         stage, micro_batch = action.stage, action.micro_batch
         if action.kind is Kind.F:
-            found[action] = tuple(Action(Kind.F, sender, micro_batch) for sender in needs.forward[stage])
+            predecessors[action] = tuple(Action(Kind.F, sender, micro_batch) for sender in needs.forward[stage])
         elif action.kind is Kind.W:
-            found[action] = (Action(Kind.I, stage, micro_batch),)
+            predecessors[action] = (Action(Kind.I, stage, micro_batch),)
         else:
             givers = tuple(backwards[giver, micro_batch] for giver in needs.backward[stage])
-            found[action] = (Action(Kind.F, stage, micro_batch), *givers)
-    return found
+            predecessors[action] = (Action(Kind.F, stage, micro_batch), *givers)
+    return predecessors

@@ -33,10 +33,10 @@ def rows_of(name: str, ranks: int, virtual: int, micro_batches: int) -> list[lis
     if name == "1F1B" or (name == "InterleavedZeroBubble" and virtual == 1):
         table: list[Any] = [_one_stage(rank, ranks, micro_batches, name != "1F1B") for rank in range(ranks)]
     else:
-        made = schedules.get_schedule_class(name)
+        schedule_class = schedules.get_schedule_class(name)
         stages = [_stage(index, ranks, virtual) for index in range(virtual)]
-        single = issubclass(made, schedules.PipelineScheduleSingle)
-        order: Any = made(stages[0] if single else stages, n_microbatches=micro_batches).pipeline_order
+        single = issubclass(schedule_class, schedules.PipelineScheduleSingle)
+        order: Any = schedule_class(stages[0] if single else stages, n_microbatches=micro_batches).pipeline_order
         table = [order[rank] for rank in range(ranks)]
     return [[action for theirs in row for action in _ours(theirs)] for row in table]
 
