@@ -77,14 +77,14 @@ class Axes:
         """Return the axes of a dimension that come after `outer` positions and have `size` in all; none if no axes are
         cut that way.
         """
-        passed, found, made = 1, [], 1
+        passed, group, product = 1, [], 1
         for axis in axes:
             if passed < outer:
                 passed *= self.size(axis)
-            elif made < size:
-                found.append(axis)
-                made *= self.size(axis)
-        return found if passed == outer and made == size else []
+            elif product < size:
+                group.append(axis)
+                product *= self.size(axis)
+        return group if passed == outer and product == size else []
 
     # -- building -----------------------------------------------------------------------------------------------------
     def add(self, node: fx.Node) -> None:
@@ -137,15 +137,15 @@ class Axes:
         return axis
 
     def _leaves(self, axes: Sequence[Axis]) -> list[Axis]:
-        found: list[Axis] = []
+        leaves: list[Axis] = []
         stack = list(axes)[::-1]
         while stack:
             axis = self._find(stack.pop())
             if axis in self._parts:
                 stack += self._parts[axis][::-1]
             else:
-                found.append(axis)
-        return found
+                leaves.append(axis)
+        return leaves
 
     def _cut(self, axes: list[Axis], sizes: Sequence[int]) -> list[list[Axis] | None]:
         """Return a dimension's axes in groups of these sizes, cutting axes where needed; None for each group that can't
@@ -155,19 +155,19 @@ class Axes:
         groups: list[list[Axis] | None] = []
         for size in sizes:
             group: list[Axis] = []
-            made = 1
-            while made < size and size % made == 0 and left:
+            product = 1
+            while product < size and size % product == 0 and left:
                 axis = left.pop()
-                want = size // made
+                want = size // product
                 if self.size(axis) > want:
                     if self.size(axis) % want:
                         break
                     outer, inner = self._split(axis, want)
                     left += [inner]
                     axis = outer
-                made *= self.size(axis)
+                product *= self.size(axis)
                 group.append(axis)
-            if made != size:
+            if product != size:
                 return [*groups, *([None] * (len(sizes) - len(groups)))]
             groups.append(group)
         return groups

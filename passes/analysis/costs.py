@@ -89,15 +89,15 @@ class Hardware(Record, frozen=True):
 
     def link(self, group: str) -> Link:
         """Return the link that a group takes. Raises `PlanError` if there is none."""
-        found = self.links.get(self.link_name(group))
-        if found is None:
+        link = self.links.get(self.link_name(group))
+        if link is None:
             dim = dim_of(group)
             raise PlanError(
                 f"hardware {self.name!r} has no link for mesh dimension {dim!r}",
                 where=f"links.{dim}",
                 hint=f'it has {", ".join(self.links) or "none"}; "*" stands for all others',
             )
-        return found
+        return link
 
 
 NVLINK4, NVLINK3 = Link(bandwidth=450e9, latency=3e-6), Link(bandwidth=300e9, latency=3e-6)
@@ -219,12 +219,12 @@ class Costs:
 
     def moved(self, node: fx.Node) -> list[fx.Node]:
         """Return the values that a node reads from memory or writes to it."""
-        mine = self.fused and fusible(node)
+        is_fused = self.fused and fusible(node)
         roots = dict.fromkeys(root_of(a) for a in node.all_input_nodes)
-        read = [r for r in roots if not (mine and together(r, node))]
+        read = [r for r in roots if not (is_fused and together(r, node))]
         users = readers(node)
-        kept = mine and users and all(fusible(u) and together(node, u) for u in users)
-        return read if kept else [*read, node]
+        stays_in_kernel = is_fused and users and all(fusible(u) and together(node, u) for u in users)
+        return read if stays_in_kernel else [*read, node]
 
 
 def ring(link: Link, kind: str, whole: Any, ranks: Any, transfers: Any = 1) -> Any:

@@ -37,23 +37,23 @@ def expand(
     record = info(node).replace(made_by="divide")
 
     def build(target: object, *args: object, **kwargs: object) -> fx.Node:
-        made = program.call(target, args, record, name=f"{node.name}_of", kwargs=kwargs)
-        note(made)
-        return made
+        new_node = program.call(target, args, record, name=f"{node.name}_of", kwargs=kwargs)
+        note(new_node)
+        return new_node
 
     with program.graph.inserting_before(node):
-        made = expansion(node, build)
-    if made is None:
+        replacement = expansion(node, build)
+    if replacement is None:
         return False
-    if isinstance(made, tuple):
+    if isinstance(replacement, tuple):
         for user in list(node.users):
             assert user.target is operator.getitem
-            stand_for(made[argument(user, 1)], user)
-            user.replace_all_uses_with(made[argument(user, 1)])
+            stand_for(replacement[argument(user, 1)], user)
+            user.replace_all_uses_with(replacement[argument(user, 1)])
             program.graph.erase_node(user)
     else:
-        stand_for(made, node)
-        node.replace_all_uses_with(made)
+        stand_for(replacement, node)
+        node.replace_all_uses_with(replacement)
     program.graph.erase_node(node)
     return True
 

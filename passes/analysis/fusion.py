@@ -44,23 +44,23 @@ def sources(nodes: Sequence[fx.Node], fused: bool) -> dict[fx.Node, tuple[fx.Nod
     """Return the storages that each node's value depends on; the node itself if it has its own. `fused` says whether
     the backend fuses.
     """
-    found: dict[fx.Node, tuple[fx.Node, ...]] = {}
+    storages: dict[fx.Node, tuple[fx.Node, ...]] = {}
     size: dict[fx.Node, tuple[int, int]] = {}  # operations and reads of a value that is computed inside a kernel
     for node in nodes:
         waits = collectives.is_wait(node) or transfers_to_host.is_wait(node)
         base = node.all_input_nodes[0] if waits else aliased_input(node)
         if base is not None:
-            found[node] = found[base]
+            storages[node] = storages[base]
             size[node] = size.get(base, (0, 1))
             continue
-        mine = [size.get(a, (0, 1)) for a in node.all_input_nodes]
-        total = 1 + sum(n for n, _ in mine), sum(n for _, n in mine)
+        counts = [size.get(a, (0, 1)) for a in node.all_input_nodes]
+        total = 1 + sum(n for n, _ in counts), sum(n for _, n in counts)
         if fused and _inside(node, total):
-            found[node] = tuple(dict.fromkeys(s for a in node.all_input_nodes for s in found[a]))
+            storages[node] = tuple(dict.fromkeys(s for a in node.all_input_nodes for s in storages[a]))
             size[node] = total
         else:
-            found[node] = (node,)
-    return found
+            storages[node] = (node,)
+    return storages
 
 
 def positions(nodes: Sequence[fx.Node], on: dict[fx.Node, tuple[fx.Node, ...]], fused: bool) -> dict[fx.Node, int]:
@@ -70,29 +70,29 @@ def positions(nodes: Sequence[fx.Node], on: dict[fx.Node, tuple[fx.Node, ...]], 
     needs is computed by then; recomputed nodes only if no library call is between the two
     (`inductor_code.order_keeper`).
     """
-    found = {node: i for i, node in enumerate(nodes)}
+    position = {node: i for i, node in enumerate(nodes)}
     if not fused:
-        return found
+        return position
     kernels: dict[fx.Node, list[fx.Node]] = {}  # the kernels that read each storage, in order
     call = 0  # the position of the last operator that is a library call
     for node in nodes:
         if on[node] != (node,) or node.op != "call_function" or node.target is operator.getitem:
             continue
         if not fusible(node):
-            call = found[node]
+            call = position[node]
             continue
         read = dict.fromkeys(s for a in node.all_input_nodes for s in on[a])
-        ready = max((found[s] for s in read), default=0)
+        ready = max((position[s] for s in read), default=0)
         if info(node).copy_of is not None:
             ready = max(ready, call)
         large = [s for s in read if _elements(s) == _elements(node)]
-        earlier = (k for s in large for k in kernels.get(s, ()) if found[k] > ready and together(k, node))
+        earlier = (k for s in large for k in kernels.get(s, ()) if position[k] > ready and together(k, node))
         first = next((k for k in earlier if _elements(k) == _elements(node)), None)
         if first is not None:
-            found[node] = found[first]
+            position[node] = position[first]
         for s in large:
             kernels.setdefault(s, []).append(node)
-    return found
+    return position
 
 
 def _elements(node: fx.Node) -> Any:
@@ -102,15 +102,15 @@ def _elements(node: fx.Node) -> Any:
 
 def readers(node: fx.Node) -> list[fx.Node]:
     """Return the nodes that read a node's memory, also through views."""
-    found: dict[fx.Node, None] = {}
+    nodes: dict[fx.Node, None] = {}
     stack = list(node.users)
     while stack:
         user = stack.pop()
         if aliased_input(user) is not None:
             stack.extend(user.users)
         else:
-            found[user] = None
-    return list(found)
+            nodes[user] = None
+    return list(nodes)
 
 
 def together(a: fx.Node, b: fx.Node) -> bool:
@@ -121,11 +121,11 @@ def together(a: fx.Node, b: fx.Node) -> bool:
 def _inside(node: fx.Node, total: tuple[int, int]) -> bool:
     if node.op != "call_function" or node.target is operator.getitem or not pointwise(node):
         return False
-    found = readers(node)
-    if not found or not all(together(node, reader) for reader in found):
+    all_readers = readers(node)
+    if not all_readers or not all(together(node, reader) for reader in all_readers):
         return False
     heavy = _name(node) in HEAVY or total[0] > OPERATIONS or total[1] > READS
-    return len(found) == 1 or not heavy
+    return len(all_readers) == 1 or not heavy
 
 
 def _name(node: fx.Node) -> str:

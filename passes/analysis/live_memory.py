@@ -54,11 +54,11 @@ def memory_of(program: Program, fused: bool = False) -> list[dict[str, int]]:
         changes[life.born][life.category] += life.bytes
         changes[life.gone][life.category] -= life.bytes
     live: Counter[str] = Counter()
-    found = []
+    live_bytes = []
     for change in changes[:-2]:
         live.update(change)
-        found.append(dict(live))
-    return found
+        live_bytes.append(dict(live))
+    return live_bytes
 
 
 def idle_bytes(program: Program) -> int:
@@ -95,18 +95,18 @@ def lives(program: Program, fused: bool = False) -> list[Life]:
         for own in on[node]:
             last.setdefault(own, at[node])
     categories = {node: _INPUTS.get(port.role, "inputs") for port, node in program.input_items()}  # type: ignore[arg-type]
-    given = {root: p for p, n in program.output_items() if n in on for root in on[n]}
-    found: list[Life] = []
+    output_ports = {root: p for p, n in program.output_items() if n in on for root in on[n]}
+    all_lives: list[Life] = []
     for node in nodes:
         if on[node] != (node,) or node.op == "output" or info(node).home is not None:
             continue
-        category = categories.get(node) or _category(node, given, node in backward)
+        category = categories.get(node) or _category(node, output_ports, node in backward)
         gone = len(nodes) + 1
-        if node not in categories and last[node] < len(nodes) and node not in given:
+        if node not in categories and last[node] < len(nodes) and node not in output_ports:
             replaced = fused and _replaced(nodes[last[node]], node, on)
             gone = last[node] + (not replaced)
-        found.append(Life(node, category, own_bytes(node), born[node], gone, read.get(node, at[node])))
-    return found
+        all_lives.append(Life(node, category, own_bytes(node), born[node], gone, read.get(node, at[node])))
+    return all_lives
 
 
 def _replaced(reader: fx.Node, value: fx.Node, on: dict[fx.Node, tuple[fx.Node, ...]]) -> bool:

@@ -56,8 +56,8 @@ class ParameterCollective:
         """Return the nodes that read a gathered parameter, also through views, in graph order. The views themselves are
         left out.
         """
-        found = {u for alias in aliases_of(self.last) for u in alias.users if not is_view(u)}
-        return sorted(found)
+        users = {u for alias in aliases_of(self.last) for u in alias.users if not is_view(u)}
+        return sorted(users)
 
 
 def gathers_of(program: Program) -> list[ParameterCollective]:
@@ -99,13 +99,13 @@ def _transfer(program: Program, start: fx.Node, layout: list[fx.Node]) -> Parame
             break
         after.append(node)
     gathers = info(start).role is Role.GATHER
-    held = max(map(size_of, [wait, *after])) if gathers else size_of(start.all_input_nodes[0])
+    live_bytes = max(map(size_of, [wait, *after])) if gathers else size_of(start.all_input_nodes[0])
     spec = program.params.get(str(info(start).param))
     if collectives.kind(start) == "all_reduce" and (spec is None or spec.grad_home is None):
-        held = 0  # (the reduced gradient stays on the device)
-    found = ParameterCollective(start, wait, before, after, None, held)
-    found.source = None if found.operand.op == "placeholder" else found.operand
-    return found
+        live_bytes = 0  # (the reduced gradient stays on the device)
+    transfer = ParameterCollective(start, wait, before, after, None, live_bytes)
+    transfer.source = None if transfer.operand.op == "placeholder" else transfer.operand
+    return transfer
 
 
 def layers_of(program: Program) -> dict[str, str]:
@@ -117,18 +117,18 @@ def layers_of(program: Program) -> dict[str, str]:
     """
     specs = [s for s in program.params.values() if s.shard_dim is not None]
     total = sum(s.nbytes for s in specs)
-    held: dict[str, int] = {}
+    module_bytes: dict[str, int] = {}
     for spec in specs:
         parts = spec.name.split(".")
         for depth in range(1, len(parts)):
             prefix = ".".join(parts[:depth])
-            held[prefix] = held.get(prefix, 0) + spec.nbytes
-    found = {}
+            module_bytes[prefix] = module_bytes.get(prefix, 0) + spec.nbytes
+    layers = {}
     for spec in specs:
         parts = spec.name.split(".")
         prefixes = (".".join(parts[:d]) for d in range(1, len(parts)) if parts[d - 1].isdigit())
-        found[spec.name] = next((p for p in prefixes if 2 * held[p] <= total), ".".join(parts[:-1]))
-    return found
+        layers[spec.name] = next((p for p in prefixes if 2 * module_bytes[p] <= total), ".".join(parts[:-1]))
+    return layers
 
 
 def largest_layer(program: Program) -> int:

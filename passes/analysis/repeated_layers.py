@@ -44,7 +44,7 @@ def _lists(anchors: Sequence[Anchor]) -> list[dict[str, list[int]]]:
             if part.isdigit():
                 children = all_lists.setdefault(".".join(parts[:depth]), {})
                 children.setdefault(".".join(parts[: depth + 1]), []).append(i)
-    found: list[dict[str, list[int]]] = []
+    outermost_lists: list[dict[str, list[int]]] = []
     inside: list[str] = []
     for path in sorted(all_lists, key=lambda p: p.count(".") + bool(p)):
         children = all_lists[path]
@@ -52,9 +52,9 @@ def _lists(anchors: Sequence[Anchor]) -> list[dict[str, list[int]]]:
             continue
         shapes = Counter(_shape(anchors, child, members) for child, members in children.items())
         if 2 * max(shapes.values()) >= len(children):
-            found.append(children)
+            outermost_lists.append(children)
             inside += children
-    return found
+    return outermost_lists
 
 
 def _shape(anchors: Sequence[Anchor], path: str, members: Sequence[int]) -> tuple[str, ...]:

@@ -61,14 +61,14 @@ def crossings(program: Program) -> list[Crossing]:
     """Return the storages that the backward reads, without those of outputs, in graph order of the first value that is
     read.
     """
-    given = {root_of(n) for _, n in program.output_items()}
-    found: dict[fx.Node, dict[fx.Node, list[fx.Node]]] = {}
+    output_roots = {root_of(n) for _, n in program.output_items()}
+    reads_by_root: dict[fx.Node, dict[fx.Node, list[fx.Node]]] = {}
     for node in program.graph.nodes:
         if node.op == "output" or info(node).phase is not Phase.FORWARD:
             continue
-        if (late := sorted(u for u in node.users if _reads_late(u))) and (root := root_of(node)) not in given:
-            found.setdefault(root, {})[node] = late
-    return [Crossing(root, readers) for root, readers in found.items()]
+        if (late := sorted(u for u in node.users if _reads_late(u))) and (root := root_of(node)) not in output_roots:
+            reads_by_root.setdefault(root, {})[node] = late
+    return [Crossing(root, readers) for root, readers in reads_by_root.items()]
 
 
 def made_by_forward(root: fx.Node) -> bool:

@@ -49,10 +49,10 @@ class Forecast:
     @property
     def exposed(self) -> dict[str, float]:
         """Seconds that the compute stream waits, by the transfer's role: "gather", "reduce", "fetch", "store"."""
-        found: Counter[str] = Counter()
+        seconds: Counter[str] = Counter()
         for stall in self.stalls:
-            found[stall.role.value] += stall.seconds  # type: ignore[assignment]
-        return dict(found)
+            seconds[stall.role.value] += stall.seconds  # type: ignore[assignment]
+        return dict(seconds)
 
     @property
     def peak(self) -> dict[str, int]:
@@ -101,10 +101,10 @@ class StepForecast:
     @property
     def moved(self) -> dict[str, int]:
         """Bytes between the device and elsewhere, as in `Forecast`."""
-        found: Counter[str] = Counter()
+        moved_bytes: Counter[str] = Counter()
         for program, runs in self.times():
-            found.update({way: size * runs for way, size in program.moved.items()})
-        return dict(found)
+            moved_bytes.update({way: size * runs for way, size in program.moved.items()})
+        return dict(moved_bytes)
 
     def __str__(self) -> str:
         lines = [f"{runs} times {p}" if runs > 1 else str(p) for p, runs in self.times()]
@@ -210,8 +210,8 @@ def lane_of(start: fx.Node) -> str:
 
 def bucket_of(start: fx.Node) -> list[fx.Node]:
     """Return the starts of this one's bucket from it on: they are one transfer."""
-    found = [start]
+    starts = [start]
     name = info(start).bucket
-    while name is not None and collectives.is_start(found[-1].next) and info(found[-1].next).bucket == name:
-        found.append(found[-1].next)
-    return found
+    while name is not None and collectives.is_start(starts[-1].next) and info(starts[-1].next).bucket == name:
+        starts.append(starts[-1].next)
+    return starts

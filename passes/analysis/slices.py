@@ -95,16 +95,16 @@ class Slices:
         if node.target is aten.view.default:
             source: fx.Node = args[0]
             args = (self._viewable(source, self._shape(node, 0, chunk), record), args[1])
-        made = self._call(node.target, args, record, f"{node.name}_{chunk}", **kwargs)
+        new_node = self._call(node.target, args, record, f"{node.name}_{chunk}", **kwargs)
         for key, note in node.meta.items():
             if key != _SHAPES:
-                made.meta.setdefault(key, note)
+                new_node.meta.setdefault(key, note)
         expected = [self._shape(node, i, chunk) for i, _ in enumerate(tensors(node))]
-        if [list(t.shape) for t in tensors(made)] != expected:
+        if [list(t.shape) for t in tensors(new_node)] != expected:
             raise AssertionError(
-                f"{node.name} of one chunk is {[list(t.shape) for t in tensors(made)]}, not {expected}"
+                f"{node.name} of one chunk is {[list(t.shape) for t in tensors(new_node)]}, not {expected}"
             )
-        return made
+        return new_node
 
     def total(
         self, node: fx.Node, chunk: int, now: Callable[[fx.Node], fx.Node], record: NodeInfo, before: fx.Node | None
@@ -176,9 +176,9 @@ class Slices:
         return node if tensor(node).dtype is dtype else self._call(_CAST, (node, dtype), record, node.name)
 
     def _call(self, target: Any, args: tuple[Any, ...], record: NodeInfo, name: str, **kwargs: Any) -> fx.Node:
-        made = self.program.call(target, args, record.replace(transfer=None), name=name, kwargs=kwargs)
-        mark_exchange(made)
-        return made
+        new_node = self.program.call(target, args, record.replace(transfer=None), name=name, kwargs=kwargs)
+        mark_exchange(new_node)
+        return new_node
 
 
 def wide(node: fx.Node) -> torch.dtype:

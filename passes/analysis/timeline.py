@@ -67,7 +67,7 @@ class Timeline:
 
     def busy(self) -> dict[str, float]:
         """Return the seconds that each lane is occupied."""
-        found: Counter[str] = Counter()
+        seconds: Counter[str] = Counter()
         for span in self.spans:
-            found[span.lane] += span.seconds  # type: ignore[assignment]
-        return dict(found)
+            seconds[span.lane] += span.seconds  # type: ignore[assignment]
+        return dict(seconds)

@@ -37,11 +37,11 @@ class _Before:
 
     @classmethod
     def of(cls, program: Program) -> _Before:
-        made = cls()
+        before = cls()
         for node in program.graph.nodes:
-            made.meta[node] = dict(node.meta)
-            made.operands[node] = [(getattr(value(a), "dtype", None), promised(a)) for a in _operands(node)]
-        return made
+            before.meta[node] = dict(node.meta)
+            before.operands[node] = [(getattr(value(a), "dtype", None), promised(a)) for a in _operands(node)]
+        return before
 
 
 @graph_pass(
@@ -55,7 +55,7 @@ class _Before:
 def inductor_prepare(program: Program) -> dict[str, int]:
     before = _Before.of(program)
     inductor_code.inductor_joint_passes(program.module, program.fake_mode, pads=not program.sizes)
-    made = 0
+    new_count = 0
     forms: dict[Any, fx.Node] = {}
     for node in program.nodes:
         if node in before.meta:
@@ -64,16 +64,16 @@ def inductor_prepare(program: Program) -> dict[str, int]:
         else:
             _tell(node)
             node.meta["val"] = program.evaluate(node) if node.op == "call_function" else value(node)
-            made += 1
+            new_count += 1
     _keep_gradients(program)
-    return {"made": made, "removed": len(before.meta.keys() - set(program.graph.nodes))}
+    return {"made": new_count, "removed": len(before.meta.keys() - set(program.graph.nodes))}
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:
     """Return the nodes that a node reads, in order; one that it reads twice is listed twice."""
-    found: list[fx.Node] = []
-    fx.node.map_arg((node.args, node.kwargs), lambda a: found.append(a) or a)  # type: ignore[func-returns-value]
-    return found
+    operands: list[fx.Node] = []
+    fx.node.map_arg((node.args, node.kwargs), lambda a: operands.append(a) or a)  # type: ignore[func-returns-value]
+    return operands
 
 
 def _tell(node: fx.Node) -> None:

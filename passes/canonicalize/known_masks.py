@@ -77,20 +77,20 @@ def _kind(program: Program, mask: fx.Node) -> str | None:
     """Return "causal" for a mask that hides from each query the keys behind it, "none" for one that shows everything,
     else None.
     """
-    made = _made_of(mask)
-    if made is None or tensor(mask).dim() < 2 or not 0 < tensor(mask).numel() <= LARGEST:
+    ancestors = _made_of(mask)
+    if ancestors is None or tensor(mask).dim() < 2 or not 0 < tensor(mask).numel() <= LARGEST:
         return None
     queries, keys = tensor(mask).shape[-2:]
-    found = {"none"} | ({"causal"} if queries == keys else set())
+    kinds = {"none"} | ({"causal"} if queries == keys else set())
     try:
-        for first, rows in _rows(program, mask, sorted(made)):
+        for first, rows in _rows(program, mask, sorted(ancestors)):
             seen = _shown(rows)
             before = torch.arange(keys) <= torch.arange(first, first + rows.shape[-2]).unsqueeze(1)
             if seen is None or not seen.all():
-                found.discard("none")
+                kinds.discard("none")
             if seen is None or not (seen == before).all():
-                found.discard("causal")
-            if not found:
+                kinds.discard("causal")
+            if not kinds:
                 return None
     except _TooLarge:
         what = f"a mask of {queries} x {keys} is computed, and is not looked at"
@@ -99,21 +99,21 @@ def _kind(program: Program, mask: fx.Node) -> str | None:
             Remark("known_masks", mask.name, what, why, 0.0, "is_causal=True, if that is what it is")
         )
         return None
-    return max(found)  # (one query that sees its only key is both)
+    return max(kinds)  # (one query that sees its only key is both)
 
 
 def _made_of(mask: fx.Node) -> set[fx.Node] | None:
     """Return the nodes that a mask is computed from; None if one of them is an input or random."""
-    found: set[fx.Node] = set()
+    ancestors: set[fx.Node] = set()
     stack = [mask]
     while stack:
         node = stack.pop()
         if node.op != "call_function" or is_random(node):
             return None
-        if node not in found:
-            found.add(node)
+        if node not in ancestors:
+            ancestors.add(node)
             stack += node.all_input_nodes
-    return found
+    return ancestors
 
 
 def _shown(rows: torch.Tensor) -> torch.Tensor | None:

@@ -102,15 +102,15 @@ class _Narrowed:
         if not self.cuts:
             return 0
         with self.program.graph.inserting_before(self.product):
-            given = self._cut(self.rows)
-            made = self._like(
-                self.product, self.product.target, (*self.product.args[:-2], given, self.product.args[-1])
+            rows = self._cut(self.rows)
+            new_node = self._like(
+                self.product, self.product.target, (*self.product.args[:-2], rows, self.product.args[-1])
             )
             for cast in self.casts:
-                made = self._like(cast, cast.target, (made, *cast.args[1:]), cast.kwargs)
-            made = self._view(made, tensor(self.node).shape, self.node)
-        self.node.replace_all_uses_with(made)
-        self._refresh(made)
+                new_node = self._like(cast, cast.target, (new_node, *cast.args[1:]), cast.kwargs)
+            new_node = self._view(new_node, tensor(self.node).shape, self.node)
+        self.node.replace_all_uses_with(new_node)
+        self._refresh(new_node)
         return len(self.cuts)
 
     def _cut(self, rows: fx.Node) -> fx.Node:
@@ -136,21 +136,21 @@ class _Narrowed:
             return 0
         for node, end, casts in ends:
             with self.program.graph.inserting_before(end):
-                mine = grad
+                end_grad = grad
                 for cast in casts:
-                    mine = self._like(cast, cast.target, (mine, *cast.args[1:]), cast.kwargs)
+                    end_grad = self._like(cast, cast.target, (end_grad, *cast.args[1:]), cast.kwargs)
                 width = tensor(grad).shape[-1]
-                mine = self._view(mine, [math.prod(tensor(mine).shape[:-1]), width], end)
+                end_grad = self._view(end_grad, [math.prod(tensor(end_grad).shape[:-1]), width], end)
                 if end.target is not aten.mm.default:
-                    made = self._like(end, end.target, (mine, *end.args[1:]), end.kwargs)
+                    new_node = self._like(end, end.target, (end_grad, *end.args[1:]), end.kwargs)
                 elif node is end.args[0] and node.target not in _PERMUTATIONS:
-                    made = self._filled(self._like(end, end.target, (mine, end.args[1])), fills)
+                    new_node = self._filled(self._like(end, end.target, (end_grad, end.args[1])), fills)
                 else:
-                    turned = self._like(node, node.target, (mine, *node.args[1:]))
+                    transposed = self._like(node, node.target, (end_grad, *node.args[1:]))
                     rows: fx.Node = end.args[1]  # type: ignore[assignment]
-                    made = self._like(end, end.target, (turned, self._cut(rows)))
-            end.replace_all_uses_with(made)
-            self._refresh(made)
+                    new_node = self._like(end, end.target, (transposed, self._cut(rows)))
+            end.replace_all_uses_with(new_node)
+            self._refresh(new_node)
         return len(fills)
 
     def _ends(self, first: fx.Node, fills: set[fx.Node]) -> list[tuple[fx.Node, fx.Node, list[fx.Node]]] | None:
@@ -208,11 +208,11 @@ class _Narrowed:
     ) -> fx.Node:
         """Build an operator for the same module, line and operation of autograd as `node`."""
         record = info(node).replace(made_by="narrow")
-        made = self.program.call(target, tuple(args), record, name=node.name, kwargs=dict(kwargs or {}))
+        new_node = self.program.call(target, tuple(args), record, name=node.name, kwargs=dict(kwargs or {}))
         for key, note in node.meta.items():
             if key not in ("tensor_meta", "original_aten"):
-                made.meta.setdefault(key, note)
-        return made
+                new_node.meta.setdefault(key, note)
+        return new_node
 
     def _refresh(self, made: fx.Node) -> None:
         """Evaluate anew every node that depends on `made`: its strides can differ from those of the value it replaces."""

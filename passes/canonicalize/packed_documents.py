@@ -92,21 +92,23 @@ def packed_documents(program: Program, options: PackedOptions) -> dict[str, int]
         mask = node.kwargs.get("attn_mask")
         if node.target not in _TAKEN or not isinstance(mask, fx.Node) or _drops(node):
             continue
-        found = meanings.of(mask)
-        if not isinstance(found, _Shown) or found.hidden or not _fits(found, node, mask):
+        meaning = meanings.of(mask)
+        if not isinstance(meaning, _Shown) or meaning.hidden or not _fits(meaning, node, mask):
             continue
-        same = [of for kind, of in found.said if kind == "same"]
-        before = [of for kind, of in found.said if kind == "before"]
+        same = [of for kind, of in meaning.said if kind == "same"]
+        before = [of for kind, of in meaning.said if kind == "before"]
         if len(same) != 1 or len(before) > 1 or not _is_given(same[0]):
             continue
         with program.graph.inserting_before(node):
             documents, order = (in_rows.of(x, node) for x in (same[0], before[0] if before else None))
             if before and order is None and options.numbered:
                 order = in_rows.places(documents, node)
-            kept = node.args[: _TENSORS[node.target]]
-            args = (*kept, documents, order, bool(before), node.kwargs.get("scale"))
-            made = program.call(_TAKEN[node.target], args, info(node), name=_TAKEN[node.target].__name__.split(".")[0])
-        node.replace_all_uses_with(made)
+            operands = node.args[: _TENSORS[node.target]]
+            args = (*operands, documents, order, bool(before), node.kwargs.get("scale"))
+            attention = program.call(
+                _TAKEN[node.target], args, info(node), name=_TAKEN[node.target].__name__.split(".")[0]
+            )
+        node.replace_all_uses_with(attention)
         program.graph.erase_node(node)
         count += 1
     if count:
@@ -173,8 +175,8 @@ class _InRows:
         if length not in self._places:
             record = info(beside).replace(phase=Phase.FORWARD)
             how = {"start": 0, "step": 1, "dtype": torch.int64, "device": kind.device, "requires_grad": False}
-            made = self.program.call(torch.ops.prims.iota.default, (length,), record, name="places", kwargs=how)
-            self._places[length] = self.program.call(aten.unsqueeze.default, (made, 0), record, name="places_row")
+            iota = self.program.call(torch.ops.prims.iota.default, (length,), record, name="places", kwargs=how)
+            self._places[length] = self.program.call(aten.unsqueeze.default, (iota, 0), record, name="places_row")
         return self._places[length]
 
 
@@ -193,8 +195,8 @@ class _Meanings:
         if node not in self._known:
             self._known[node] = None  # (replaced below; a graph has no cycles)
             rule = _RULES.get(node.target)
-            found = rule(self, node) if rule is not None else None
-            self._known[node] = found if found is not None else _leaf(node)
+            meaning = rule(self, node) if rule is not None else None
+            self._known[node] = meaning if meaning is not None else _leaf(node)
         return self._known[node]
 
 
@@ -223,14 +225,14 @@ def _arange(meanings: _Meanings, node: fx.Node) -> _Meaning:
 
 
 def _unsqueeze(meanings: _Meanings, node: fx.Node) -> _Meaning:
-    found = meanings.of(node.args[0])
+    meaning = meanings.of(node.args[0])
     at: int = node.args[1]  # type: ignore[assignment]
     new = at if at < 0 else at - tensor(node).dim()  # counted from behind
     to: Callable[[int], int] = lambda dim: dim if dim > new else dim - 1  # noqa: E731
-    if isinstance(found, _Shown):
-        rows = to(found.rows) if found.rows is not None else None
-        return replace(found, rows=rows) if new < _QUERIES else None
-    return found if isinstance(found, _Scalar) else _moved(found, to)
+    if isinstance(meaning, _Shown):
+        rows = to(meaning.rows) if meaning.rows is not None else None
+        return replace(meaning, rows=rows) if new < _QUERIES else None
+    return meaning if isinstance(meaning, _Scalar) else _moved(meaning, to)
 
 
 def _same_value(meanings: _Meanings, node: fx.Node) -> _Meaning:
@@ -239,16 +241,16 @@ def _same_value(meanings: _Meanings, node: fx.Node) -> _Meaning:
 
 def _converted(meanings: _Meanings, node: fx.Node) -> _Meaning:
     before, after = tensor(node.args[0]).dtype, tensor(node).dtype  # type: ignore[arg-type]
-    found = meanings.of(node.args[0])
+    meaning = meanings.of(node.args[0])
     widened = not after.is_floating_point and after.itemsize >= before.itemsize
-    return found if before is after or (isinstance(found, _Places | _Numbers) and widened) else None
+    return meaning if before is after or (isinstance(meaning, _Places | _Numbers) and widened) else None
 
 
 def _expand(meanings: _Meanings, node: fx.Node) -> _Meaning:
-    found = meanings.of(node.args[0])
-    if isinstance(found, _Numbers) and found.of is node.args[0]:
+    meaning = meanings.of(node.args[0])
+    if isinstance(meaning, _Numbers) and meaning.of is node.args[0]:
         return None  # (its result, with equal rows, counts as numbers itself)
-    return found
+    return meaning
 
 
 def _slice(meanings: _Meanings, node: fx.Node) -> _Meaning:
@@ -257,10 +259,10 @@ def _slice(meanings: _Meanings, node: fx.Node) -> _Meaning:
 
 
 def _tril(meanings: _Meanings, node: fx.Node) -> _Meaning:
-    found = meanings.of(node.args[0])
-    if not isinstance(found, _Shown) or found.hidden or node.args[1:] not in ((), (0,)):
+    meaning = meanings.of(node.args[0])
+    if not isinstance(meaning, _Shown) or meaning.hidden or node.args[1:] not in ((), (0,)):
         return None
-    return replace(found, said=found.said | {("before", None)})
+    return replace(meaning, said=meaning.said | {("before", None)})
 
 
 def _plus_nothing(meanings: _Meanings, node: fx.Node) -> _Meaning:
@@ -283,14 +285,14 @@ def _index(meanings: _Meanings, node: fx.Node) -> _Meaning:
     """Return the meaning of numbers[rows, positions]: the numbers themselves, with the dimensions of their indices."""
     source, indices = node.args[0], node.args[1]
     of = tensor(source)  # type: ignore[arg-type]
-    found = [meanings.of(i) for i in indices]  # type: ignore[union-attr]
-    if not isinstance(_leaf(source), _Numbers) or len(found) != of.dim():  # type: ignore[arg-type]
+    index_meanings = [meanings.of(i) for i in indices]  # type: ignore[union-attr]
+    if not isinstance(_leaf(source), _Numbers) or len(index_meanings) != of.dim():  # type: ignore[arg-type]
         return None
     dims = []
-    for size, mine, index in zip(of.shape, found, indices, strict=True):  # type: ignore[arg-type]
-        if not isinstance(mine, _Places) or _size(index, mine.dim) != expression(size):
+    for size, meaning, index in zip(of.shape, index_meanings, indices, strict=True):  # type: ignore[arg-type]
+        if not isinstance(meaning, _Places) or _size(index, meaning.dim) != expression(size):
             return None
-        dims.append(mine.dim)
+        dims.append(meaning.dim)
     return _Numbers(source, dims[0] if len(dims) == 2 else None, dims[-1])  # type: ignore[arg-type]
 
 
@@ -336,10 +338,10 @@ def _joined(*, hidden: bool) -> Callable[[_Meanings, fx.Node], _Meaning]:
 
 
 def _negated(meanings: _Meanings, node: fx.Node) -> _Meaning:
-    found = meanings.of(node.args[0])
+    meaning = meanings.of(node.args[0])
     return (
-        replace(found, hidden=not found.hidden)
-        if isinstance(found, _Shown) and tensor(node).dtype is torch.bool
+        replace(meaning, hidden=not meaning.hidden)
+        if isinstance(meaning, _Shown) and tensor(node).dtype is torch.bool
         else None
     )
 

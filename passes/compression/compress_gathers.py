@@ -26,9 +26,9 @@ from zgraph.program.program import Fact, Program
 )
 def compress_gathers(program: Program, options: CompressOptions) -> dict[str, int]:
     # (Secondary shards, which the ranks of a node gather, are parts of weights that were sent in few bits already.)
-    gathers = [t for t in gathers_of(program) if collectives.group_of(t.start) in program.mesh]
-    found = [t for t in gathers if options.saved(t, 1)]
-    saved = sum(options.saved(t, 1) for t in found)
-    for gather in found:
+    candidates = [t for t in gathers_of(program) if collectives.group_of(t.start) in program.mesh]
+    gathers = [t for t in candidates if options.saved(t, 1)]
+    saved = sum(options.saved(t, 1) for t in gathers)
+    for gather in gathers:
         QuantizedTransfer(program, gather, options).gathered()
-    return {"gathers": len(found), "bytes_saved": saved}
+    return {"gathers": len(gathers), "bytes_saved": saved}

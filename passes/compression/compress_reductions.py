@@ -31,11 +31,11 @@ from zgraph.program.program import Fact, Program
     bitwise=False,
 )
 def compress_reductions(program: Program, options: CompressOptions) -> dict[str, int]:
-    found = [t for t in reductions_of(program) if _is_worth_it(program, t, options)]
-    saved = sum(options.saved(t, _ranks(program, t)) for t in found)
-    for reduction in found:
+    reductions = [t for t in reductions_of(program) if _is_worth_it(program, t, options)]
+    saved = sum(options.saved(t, _ranks(program, t)) for t in reductions)
+    for reduction in reductions:
         QuantizedTransfer(program, reduction, options).reduced()
-    return {"reductions": len(found), "bytes_saved": saved}
+    return {"reductions": len(reductions), "bytes_saved": saved}
 
 
 def _ranks(program: Program, transfer: ParameterCollective) -> int:

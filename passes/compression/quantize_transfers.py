@@ -103,15 +103,15 @@ class QuantizedTransfer:
         sent = self._sent(mean, 1, "mean_sent", f"{self.dim}/mean")
         self.over, self.waits = (r.replace(transfer=self.layout.transfer) for r in (self.over, self.waits))
         start = self._collective(collectives.ALL_GATHER, (sent, self.ranks, self.dim), "shared")
-        found = self._back(FROM_BLOCKS, start, [tensor(mean).shape[0] * self.ranks])
+        whole_mean = self._back(FROM_BLOCKS, start, [tensor(mean).shape[0] * self.ranks])
         count = self.like.numel()
-        if tensor(found).shape[0] != count:
-            found = self._layout(aten.slice.Tensor, (found, 0, 0, count), "cut")
-        found = self._layout(aten.view.default, (found, list(self.like.shape)), "shaped")
+        if tensor(whole_mean).shape[0] != count:
+            whole_mean = self._layout(aten.slice.Tensor, (whole_mean, 0, 0, count), "cut")
+        whole_mean = self._layout(aten.view.default, (whole_mean, list(self.like.shape)), "shaped")
         for node in self.after:
             set_info(node, info(node).replace(transfer=self.layout.transfer))
         self.layout = first
-        return found
+        return whole_mean
 
     def _sent(self, operand: fx.Node, parts: int, name: str, place: str) -> fx.Node:
         """Return the bytes of (a part of) a gradient. With error feedback its rounding error is the residual of this

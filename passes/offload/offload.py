@@ -68,23 +68,23 @@ class Move:
 )
 def offload(program: Program, options: OffloadOptions) -> dict[str, int]:
     part_phases(program)
-    made = _Offload(program, options.costs)
-    made.parameters(options.staging)
+    builder = _Offload(program, options.costs)
+    builder.parameters(options.staging)
     if options.activations is not None:
-        made.activations(options.activations, options.most, options.least)
+        builder.activations(options.activations, options.most, options.least)
     if Fact.PARTIAL not in program.facts:  # (unreduced gradients are added up on the device)
-        made.gradients()
+        builder.gradients()
     staging = options.staging
     if staging is None:
-        staging = 2 * max((m.bytes for m in (*made.fetched, *made.stored)), default=0)
+        staging = 2 * max((m.bytes for m in (*builder.fetched, *builder.stored)), default=0)
     seconds = options.costs.compute(program)
     for phase in (Phase.FORWARD, Phase.BACKWARD):
-        place(program, phase, made.fetched, made.stored, seconds, staging)
+        place(program, phase, builder.fetched, builder.stored, seconds, staging)
     return {
-        "fetches": len(made.fetched),
-        "fetched_bytes": sum(m.bytes for m in made.fetched),
-        "stores": len(made.stored),
-        "stored_bytes": sum(m.bytes for m in made.stored),
+        "fetches": len(builder.fetched),
+        "fetched_bytes": sum(m.bytes for m in builder.fetched),
+        "stores": len(builder.stored),
+        "stored_bytes": sum(m.bytes for m in builder.stored),
     }
 
 
@@ -122,16 +122,16 @@ class _Offload:
         """Return a parameter's readers in groups: a new one begins where the phase changes, or where more than `close`
         bytes of other parameters are read in between.
         """
-        found: list[list[fx.Node]] = []
+        visits: list[list[fx.Node]] = []
         for user in sorted(u for u in node.users if u.op != "output"):
-            if found and info(found[-1][-1]).phase is info(user).phase:
-                low, high = bisect.bisect(reads, (at[found[-1][-1]], name)), bisect.bisect(reads, (at[user], name))
+            if visits and info(visits[-1][-1]).phase is info(user).phase:
+                low, high = bisect.bisect(reads, (at[visits[-1][-1]], name)), bisect.bisect(reads, (at[user], name))
                 between = {n for _, n in reads[low:high]} - {name}
                 if sum(most_bytes(homes[n]) for n in between) <= close:
-                    found[-1].append(user)
+                    visits[-1].append(user)
                     continue
-            found.append([user])
-        return found
+            visits.append([user])
+        return visits
 
     def activations(self, tier: str, most: int | None, least: int) -> None:
         gone = 0

@@ -48,24 +48,26 @@ class OffloadUpdateOptions:
     conflicts=(Fact.OFFLOADED,),
 )
 def offload_update(program: Program, options: OffloadUpdateOptions) -> dict[str, int]:
-    made = _Places(program, options.host)
+    builder = _Places(program, options.host)
     groups = groups_of(program)
-    on_host = [made.may_run_on_host(nodes) for nodes in groups]
-    here: dict[fx.Node, fx.Node] = {}  # the fetched copy of each value that a group needs
+    on_host = [builder.may_run_on_host(nodes) for nodes in groups]
+    copies: dict[fx.Node, fx.Node] = {}  # the fetched copy of each value that a group needs
     sent: list[fx.Node] = []  # the waits of what the group before sends, and the writes of it
     for number, nodes in enumerate(groups):
-        here = made.arrive(nodes, on_host[number], number)
+        copies = builder.arrive(nodes, on_host[number], number)
         for node in nodes:
-            made.compute(node, here, on_host[number])
+            builder.compute(node, copies, on_host[number])
         if number + 1 < len(groups):
-            made.begin(groups[number + 1], on_host[number + 1], nodes, number)
+            builder.begin(groups[number + 1], on_host[number + 1], nodes, number)
         after = nodes[-1].next
         for node in sent:
             after.prepend(node)
-        sent = [n for node in nodes if is_write(node) for n in made.send(node, here, after, on_host[number], number)]
+        sent = [
+            n for node in nodes if is_write(node) for n in builder.send(node, copies, after, on_host[number], number)
+        ]
     for node in sent:
         program.output_node().prepend(node)
-    return {"fetched_bytes": made.fetched, "stored_bytes": made.stored, "on_host": sum(on_host)}
+    return {"fetched_bytes": builder.fetched, "stored_bytes": builder.stored, "on_host": sum(on_host)}
 
 
 class _Places:
@@ -92,13 +94,13 @@ class _Places:
         they run.
         """
         place = HOST if on_host else self.device
-        found: dict[fx.Node, torch.device] = {}
+        needs: dict[fx.Node, torch.device] = {}
         for value in (a for n in nodes for a in _read(n)):
-            lies_there = on_host and info(value).home == "cpu"
+            is_stored_there = on_host and info(value).home == "cpu"
             apart = value in self.homes or tensor(value).device != place
-            if value not in nodes and apart and not lies_there:
-                found[value] = place
-        return found
+            if value not in nodes and apart and not is_stored_there:
+                needs[value] = place
+        return needs
 
     def begin(self, nodes: list[fx.Node], on_host: bool, before: list[fx.Node], number: int) -> None:
         """Start fetching the values that `nodes` need and that exist already, before the first node of the group
@@ -110,21 +112,21 @@ class _Places:
 
     def arrive(self, nodes: list[fx.Node], on_host: bool, number: int) -> dict[fx.Node, fx.Node]:
         """Return the fetched copy of each value that these nodes need, after inserting its wait."""
-        found: dict[fx.Node, fx.Node] = {}
+        copies: dict[fx.Node, fx.Node] = {}
         needs = self._needs(nodes, on_host)
         for value, place in needs.items():  # (all before the first wait: the waits are a group, which runs as one)
             self._fetch(value, place, nodes[0], f"late{number}")
         for value, place in needs.items():
             if (value, place) in self.shared:
-                found[value] = self.shared[value, place]
+                copies[value] = self.shared[value, place]
                 continue
             start = self.begun.pop(value)
             record = info(start).replace(role=Role.WAIT, group=f"here{number}")
-            found[value] = self._call(nodes[0], transfers_to_host.MOVED, (start, value), record, f"here_{value.name}")
+            copies[value] = self._call(nodes[0], transfers_to_host.MOVED, (start, value), record, f"here_{value.name}")
             self.fetched += size_of(value)
             if not tensor(value).dim() and value not in self.homes:
-                self.shared[value, place] = found[value]
-        return found
+                self.shared[value, place] = copies[value]
+        return copies
 
     def compute(self, node: fx.Node, here: dict[fx.Node, fx.Node], on_host: bool) -> None:
         """Let a node run in its group's place."""
