@@ -49,8 +49,8 @@ def bucket(program: Program, options: BucketOptions) -> dict[str, int]:
     layers = layers_of(program)
     gathers = sorted(gathers_of(program), key=_first_reader)
     reductions = reductions_of(program)
-    found = [_grown(list(g), options.gather, options, program) for g in _alike(gathers, layers)]
-    buckets = [b for group in found for b in group]
+    groups = [_grown(list(g), options.gather, options, program) for g in _alike(gathers, layers)]
+    buckets = [b for group in groups for b in group]
     for number, members in enumerate(buckets):
         _join(members, f"gathers{number}", _together_before)
     ends = {t.last for t in reductions}

@@ -34,10 +34,10 @@ class Start(NamedTuple):
 def order_of(program: Program) -> tuple[Start, ...]:
     """Return the starts of a scheduled program's transfers, in order."""
     transfers = sorted([*gathers_of(program), *reductions_of(program)], key=lambda t: t.start)
-    found: dict[object, list[fx.Node]] = {}
+    starts_by_bucket: dict[object, list[fx.Node]] = {}
     for transfer in transfers:
-        found.setdefault(info(transfer.start).bucket or transfer, []).append(transfer.start)
-    return tuple([_start(starts) for starts in found.values()])
+        starts_by_bucket.setdefault(info(transfer.start).bucket or transfer, []).append(transfer.start)
+    return tuple([_start(starts) for starts in starts_by_bucket.values()])
 
 
 def _start(starts: list[fx.Node]) -> Start:
@@ -66,13 +66,13 @@ class FollowedOrder:
 
 def follow_order(step: SchedulingProblem, order: tuple[Start, ...]) -> FollowedOrder | None:
     """Return the buckets in this order; None if the two programs do not have the same ones."""
-    found: dict[tuple[object, ...], list[Bucket]] = {}
+    buckets_by_start: dict[tuple[object, ...], list[Bucket]] = {}
     for bucket in (*step.gathers, *step.reductions):
-        found.setdefault(tuple(_start([m.start for m in bucket.members])[:3]), []).append(bucket)
+        buckets_by_start.setdefault(tuple(_start([m.start for m in bucket.members])[:3]), []).append(bucket)
     left = []
     for start in order:
-        same = found.get(tuple(start[:3]))
+        same = buckets_by_start.get(tuple(start[:3]))
         if not same:
             return None
         left.append((same.pop(0), start))
-    return None if any(found.values()) else FollowedOrder(left)
+    return None if any(buckets_by_start.values()) else FollowedOrder(left)

@@ -253,11 +253,11 @@ class _Scheduler:
         update = 0.0 if waits else UPDATE_TRAFFIC * shards / self.options.costs.hardware.memory
         enough = inf if waits else SLACK * update + MARGIN
         room = min(memory.cap, memory.cap_ahead) if any(b.counted for b in upcoming) else 2 * largest_layer(program)
-        seconds = held = 0.0
+        seconds = live_bytes = 0.0
         while upcoming and seconds <= enough:
             bucket = upcoming[0]
-            held += bucket.held
-            if held > room or info(bucket.members[0].start).phase is not Phase.FORWARD:
+            live_bytes += bucket.held
+            if live_bytes > room or info(bucket.members[0].start).phase is not Phase.FORWARD:
                 break
             if bucket.counted and not (self._urgent(bucket, 0) and self._fits(bucket, 0)):
                 break

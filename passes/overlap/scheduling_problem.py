@@ -70,12 +70,12 @@ class SchedulingProblem:
 
     def over(self, speed: float) -> SchedulingProblem:
         """Return the same step, not scheduled yet, over links that are `speed` times as fast."""
-        found = copy.copy(self)
-        made = {b: replace(b, seconds=b.seconds / speed) for b in (*self.gathers, *self.reductions)}
-        found.gathers = [made[b] for b in self.gathers]
-        found.reductions = [made[b] for b in self.reductions]
-        found.chained = {wait: made[b] for wait, b in self.chained.items()}
-        return found
+        problem = copy.copy(self)
+        buckets = {b: replace(b, seconds=b.seconds / speed) for b in (*self.gathers, *self.reductions)}
+        problem.gathers = [buckets[b] for b in self.gathers]
+        problem.reductions = [buckets[b] for b in self.reductions]
+        problem.chained = {wait: buckets[b] for wait, b in self.chained.items()}
+        return problem
 
     def _bucket(self, members: list[ParameterCollective]) -> Bucket:
         starts = [m.start for m in members]
@@ -87,8 +87,8 @@ class SchedulingProblem:
         """Return the buckets of gathers in the order of their first readers."""
         results = {n for _, n in self.program.output_items()}
         count = len(self.operators)
-        found = [self._bucket(b) for b in _buckets(gathers)]
-        for bucket in found:
+        buckets = [self._bucket(b) for b in _buckets(gathers)]
+        for bucket in buckets:
             ends = []
             sources = [self.at[m.source] for m in bucket.members if m.source in self.at]
             bucket.earliest = max(sources, default=-1) + 1
@@ -101,7 +101,7 @@ class SchedulingProblem:
                 first = min((self.at[n] for n in [*readers, *aliases]), default=count if leaves else 0)
                 bucket.first = first if bucket.first < 0 else min(bucket.first, first)
             bucket.counted = not all(ends)
-        return sorted(found, key=lambda b: b.first)
+        return sorted(buckets, key=lambda b: b.first)
 
     def _made(self, ends: set[fx.Node]) -> dict[int, int]:
         """Return the bytes of gradients to scatter, by the position at which they are computed.
@@ -110,16 +110,16 @@ class SchedulingProblem:
         backward.)
         """
         arrives = {n: b.first for b in self.gathers for m in b.members for n in m.nodes}
-        turn = max((i for i, n in enumerate(self.operators) if info(n).phase is Phase.FORWARD), default=-1)
-        found: dict[int, int] = {}
+        last_forward = max((i for i, n in enumerate(self.operators) if info(n).phase is Phase.FORWARD), default=-1)
+        bytes_at: dict[int, int] = {}
         for bucket in self.reductions:
             for member in bucket.members:
                 source = member.source
                 known = source is not None and source not in ends
-                made = max(turn, self.at.get(source, arrives.get(source, -1))) if known else turn  # type: ignore[arg-type]
-                bucket.first = max(bucket.first, made)
-                found[made] = found.get(made, 0) + member.bytes
-        return found
+                position = max(last_forward, self.at.get(source, arrives.get(source, -1))) if known else last_forward  # type: ignore[arg-type]
+                bucket.first = max(bucket.first, position)
+                bytes_at[position] = bytes_at.get(position, 0) + member.bytes
+        return bytes_at
 
     def needed(self) -> tuple[int, list[Bucket]]:
         """Return the gathered bytes that the program needs at once if each bucket starts where it is needed, and these
@@ -147,19 +147,19 @@ def _sink_views(gathers: list[ParameterCollective]) -> None:
 
 def _buckets(transfers: list[ParameterCollective]) -> list[list[ParameterCollective]]:
     """Return transfers by bucket; one without a bucket is by itself."""
-    found: dict[object, list[ParameterCollective]] = {}
+    by_bucket: dict[object, list[ParameterCollective]] = {}
     for transfer in transfers:
-        found.setdefault(info(transfer.start).bucket or transfer, []).append(transfer)
-    return list(found.values())
+        by_bucket.setdefault(info(transfer.start).bucket or transfer, []).append(transfer)
+    return list(by_bucket.values())
 
 
 def _all_views(node: fx.Node) -> list[fx.Node]:
     """Return the views of a value, and their views, in graph order, without the value itself."""
-    found: dict[fx.Node, None] = {}
+    views: dict[fx.Node, None] = {}
     stack = [node]
     while stack:
         for user in stack.pop().users:
-            if is_view(user) and user not in found:
-                found[user] = None
+            if is_view(user) and user not in views:
+                views[user] = None
                 stack.append(user)
-    return sorted(found)
+    return sorted(views)

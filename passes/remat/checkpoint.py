@@ -55,8 +55,8 @@ def checkpoint(program: Program, options: CheckpointOptions) -> dict[str, int]:
             n: _module_region(program, n, options.modules) if options.modules else aot.users_region(n) for n in forward
         }
         again = {n for n in forward if region[n] is not None and not _leaves(n, region)}
-    made = recompute_all_but(program, {n.name for n in forward if n not in again}, by="checkpoint")
-    return {"marked": len(again), "recomputed": made}
+    recomputed = recompute_all_but(program, {n.name for n in forward if n not in again}, by="checkpoint")
+    return {"marked": len(again), "recomputed": recomputed}
 
 
 def _chosen(policy: Callable[[fx.Node], bool], node: fx.Node) -> bool:

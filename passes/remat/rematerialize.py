@@ -45,5 +45,5 @@ def rematerialize(program: Program, options: RematerializeOptions) -> dict[str, 
         solver = options.solver or Solver(program, options.costs, options.waiting)
         chain, schedule = solver.schedule(options.bytes)
         chain = chain.on(program)
-    made = Replay(program, chain).run(schedule)
-    return {"segments": len(chain.segments), "recomputed": made, "deepest": depth_of(schedule)}
+    recomputed = Replay(program, chain).run(schedule)
+    return {"segments": len(chain.segments), "recomputed": recomputed, "deepest": depth_of(schedule)}

@@ -37,21 +37,21 @@ class Replay:
         segments = self.chain.segments
         if isinstance(schedule, Again):
             if schedule.rest is not None:
-                held = self._keep(segments[schedule.until].before, first)
+                values = self._keep(segments[schedule.until].before, first)
                 self._follow(schedule.rest, first)
-                self._drop(held)
+                self._drop(values)
             self._follow(schedule.later, first=False)
             return
         segment = segments[schedule.segment]
         stays = segment.ways[schedule.way].kept if first or schedule.rest is not None else frozenset()
         behind = segment.behind - stays if schedule.rest is not None else frozenset()
-        held = self._keep([*stays, *behind], first)
+        values = self._keep([*stays, *behind], first)
         if schedule.rest is not None:
             self._follow(schedule.rest, first)
-            self._drop(behind.intersection(held))
-            held = [value for value in held if value not in behind]
+            self._drop(behind.intersection(values))
+            values = [value for value in values if value not in behind]
         self._backward(segment)
-        self._drop(held)
+        self._drop(values)
 
     def _keep(self, values: Iterable[fx.Node], first: bool) -> list[fx.Node]:
         """Make these storages available: as the forward has made them, or recomputed. Return those that were not
@@ -60,8 +60,8 @@ class Replay:
         wanted = [v for v in dict.fromkeys(values) if v not in self.here]
         memo: dict[fx.Node, fx.Node] = {}
         for value in sorted(wanted):
-            made = value if first else self._again(value, memo)
-            memo[value] = made
+            node = value if first else self._again(value, memo)
+            memo[value] = node
         self.here.update({v: memo[v] for v in wanted})
         return wanted
 

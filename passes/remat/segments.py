@@ -180,8 +180,8 @@ class _Builder:
             segment.behind -= self.pinned
             segment.seconds = sum(self.seconds.get(n, 0.0) for n in segment.nodes)
             segment.backward_seconds = sum(self.seconds.get(n, 0.0) for n in segment.backward)
-            made = {root_of(n) for n in segment.backward if root_of(n) in self.gradient_outputs}
-            segment.gradients = sum(most_bytes(n) // self.parts.get(n, 1) for n in made)
+            gradient_roots = {root_of(n) for n in segment.backward if root_of(n) in self.gradient_outputs}
+            segment.gradients = sum(most_bytes(n) // self.parts.get(n, 1) for n in gradient_roots)
             segment.ways = self._ways(segment, known)
         return Chain(segments, frozenset(self.pinned), loose)
 
@@ -191,10 +191,10 @@ class _Builder:
         near.
         """
         change = [0] * (len(self.forward) + 2)
-        made = [0] * (len(self.forward) + 1)  # bytes made before each position
+        made_bytes = [0] * (len(self.forward) + 1)  # bytes made before each position
         for node, last in self.last.items():
             born = self.at[node.all_input_nodes[0] if node.target is operator.getitem else node]
-            made[born + 1] += own_bytes(node) if node not in self.inlined else 0
+            made_bytes[born + 1] += own_bytes(node) if node not in self.inlined else 0
             if node not in self.pinned:
                 change[born + 1] += own_bytes(node)
                 change[last + 1] -= own_bytes(node)
@@ -202,33 +202,35 @@ class _Builder:
         for position in range(len(self.forward) + 1):
             live += change[position]
             self.crossing.append(live)
-            made[position] += made[position - 1] if position else 0
-        ends = MIN_SHARE * made[-1]
-        first, last = bisect.bisect_right(made, ends), bisect.bisect_left(made, made[-1] - ends)
-        found: list[int] = []
+            made_bytes[position] += made_bytes[position - 1] if position else 0
+        ends = MIN_SHARE * made_bytes[-1]
+        first, last = bisect.bisect_right(made_bytes, ends), bisect.bisect_left(made_bytes, made_bytes[-1] - ends)
+        cuts: list[int] = []
         for position in range(first, last):
-            here = self.crossing[position]
-            reach = self.apart * max(here, 1)
-            low = max(first, bisect.bisect_left(made, made[position] - reach))
-            high = min(last, bisect.bisect_right(made, made[position] + reach))
-            far = not found or made[position] - made[found[-1]] >= reach
-            if far and here <= FLAT * min(self.crossing[low:high]) and not self._inside(position):
-                found.append(position)
-        return found
+            crossing = self.crossing[position]
+            reach = self.apart * max(crossing, 1)
+            low = max(first, bisect.bisect_left(made_bytes, made_bytes[position] - reach))
+            high = min(last, bisect.bisect_right(made_bytes, made_bytes[position] + reach))
+            far = not cuts or made_bytes[position] - made_bytes[cuts[-1]] >= reach
+            if far and crossing <= FLAT * min(self.crossing[low:high]) and not self._inside(position):
+                cuts.append(position)
+        return cuts
 
     def _unshared(self, cuts: list[int]) -> list[int]:
         """Drop each cut that is crossed by mostly the same values as a neighbour with fewer bytes: they would count at
         both.
         """
-        kept: list[int] = []
+        distinct_cuts: list[int] = []
         for cut in cuts:
-            while kept and self._shared(kept[-1], cut) > SHARED * min(self.crossing[kept[-1]], self.crossing[cut]):
-                if self.crossing[kept[-1]] <= self.crossing[cut]:
+            while distinct_cuts and self._shared(distinct_cuts[-1], cut) > SHARED * min(
+                self.crossing[distinct_cuts[-1]], self.crossing[cut]
+            ):
+                if self.crossing[distinct_cuts[-1]] <= self.crossing[cut]:
                     break
-                kept.pop()
+                distinct_cuts.pop()
             else:
-                kept.append(cut)
-        return kept
+                distinct_cuts.append(cut)
+        return distinct_cuts
 
     def _shared(self, first: int, second: int) -> int:
         return sum(map(most_bytes, self._crossing_at(first) & self._crossing_at(second)))
@@ -309,9 +311,9 @@ class _Builder:
         index = {n: i for i, n in enumerate(segment.nodes)}
         key = self._signature(segment, index)
         if key not in known:
-            found = _Ways(segment, self).found()
-            known[key] = [(frozenset(index[n] for n in way.kept), way) for way in found]
-        return [replace(way, kept=frozenset(segment.nodes[i] for i in kept)) for kept, way in known[key]]
+            ways = _Ways(segment, self).found()
+            known[key] = [(frozenset(index[n] for n in way.kept), way) for way in ways]
+        return [replace(way, kept=frozenset(segment.nodes[i] for i in indices)) for indices, way in known[key]]
 
     def _signature(self, segment: Segment, index: dict[fx.Node, int]) -> str:
         local = dict(index)
@@ -320,10 +322,10 @@ class _Builder:
         def shown(node: fx.Node) -> str:
             return f"{signature(node)} {most_bytes(node)} {[local.get(a, -1) for a in node.all_input_nodes]}"
 
-        kept = sorted(index[n] for n in segment.needs)
+        needs = sorted(index[n] for n in segment.needs)
         out = sorted(index.get(n, -1) for n in segment.behind)
         return "\n".join(
-            [*map(shown, segment.nodes), "", *map(shown, segment.backward), f"{kept} {out} {segment.tangents}"]
+            [*map(shown, segment.nodes), "", *map(shown, segment.backward), f"{needs} {out} {segment.tangents}"]
         )
 
 
@@ -346,17 +348,17 @@ class _Ways:
         self.inlined = builder.inlined
 
     def found(self) -> list[SegmentOption]:
-        kept = set(self.segment.needs)
-        ways = [self._way(frozenset(kept))]
-        while kept:
+        storages = set(self.segment.needs)
+        ways = [self._way(frozenset(storages))]
+        while storages:
             now = ways[-1]
             options = []
-            for one in kept:
-                seconds, alone = self._again(backward_order(self.segment, self.given.union(kept - {one})))
+            for one in storages:
+                seconds, alone = self._again(backward_order(self.segment, self.given.union(storages - {one})))
                 saved = most_bytes(one) - self.segment.input_bytes * (now.alone and not alone)
                 options.append(((seconds - now.seconds) / max(saved, 1), -saved, one.name, one))
-            kept.remove(min(options)[3])
-            ways.append(self._way(frozenset(kept)))
+            storages.remove(min(options)[3])
+            ways.append(self._way(frozenset(storages)))
         ways.reverse()
         return _thinned(ways)
 
@@ -371,12 +373,12 @@ class _Ways:
     def _way(self, kept: frozenset[fx.Node]) -> SegmentOption:
         segment = self.segment
         shared = sum(map(most_bytes, kept & segment.behind))
-        held = sum(map(most_bytes, kept)) - shared
+        saved_bytes = sum(map(most_bytes, kept)) - shared
         order = backward_order(segment, kept | self.given)
         seconds, alone = self._again(order)
         besides = self._backward_peak(order, kept, there=True)
         whole = besides if alone else self._backward_peak(order, kept, there=False)
-        return SegmentOption(kept, held, shared, seconds, self._forward_peak(kept), besides, whole, alone)
+        return SegmentOption(kept, saved_bytes, shared, seconds, self._forward_peak(kept), besides, whole, alone)
 
     def _forward_peak(self, kept: frozenset[fx.Node]) -> int:
         stays = kept | self.segment.behind
@@ -416,25 +418,25 @@ class _Ways:
                 on[node] = self.on[node] if self.on[node] == (node,) else tuple(dict.fromkeys(read))
             for used in (*read, *on[node]):
                 last[used] = i
-        held = {n for n in live if n not in given}
-        now = base + sum(map(most_bytes, held))
+        live_storages = {n for n in live if n not in given}
+        now = base + sum(map(most_bytes, live_storages))
         most = now
         ends: dict[int, list[fx.Node]] = {}
         for root, i in last.items():
             ends.setdefault(i, []).append(root)
         for i, node in enumerate(order):
-            if on[node] == (node,) and node not in held and node not in given:
-                held.add(node)  # (the bytes of several results come with their operator)
+            if on[node] == (node,) and node not in live_storages and node not in given:
+                live_storages.add(node)  # (the bytes of several results come with their operator)
                 now += 0 if node.target is operator.getitem else most_bytes(node)
-            dying = [root for root in ends.get(i, []) if root in held and root not in stays]
-            place = (
+            dying = [root for root in ends.get(i, []) if root in live_storages and root not in stays]
+            in_place = (
                 self.fused
                 and pointwise(node)
                 and any(most_bytes(r) == most_bytes(node) for r in dying if r not in fixed)
             )
-            most = max(most, now - (most_bytes(node) if place else 0))  # (its result may overwrite an operand)
+            most = max(most, now - (most_bytes(node) if in_place else 0))  # (its result may overwrite an operand)
             for root in dying:
-                held.discard(root)
+                live_storages.discard(root)
                 now -= own_bytes(root)
         return most
 
@@ -445,17 +447,17 @@ def backward_order(segment: Segment, available: Collection[fx.Node]) -> list[fx.
     It has the backward's nodes and the forward's recomputed ones, each just before its first reader.
     """
     own = set(segment.nodes)
-    made: set[fx.Node] = set()
+    recomputed: set[fx.Node] = set()
     order: list[fx.Node] = []
 
     def make(node: fx.Node) -> None:
-        if node in made or node not in own or (root_of(node) is node and node in available):
+        if node in recomputed or node not in own or (root_of(node) is node and node in available):
             return
         if collectives.is_wait(node):  # (results of collectives are always saved)
             return
         for used in node.all_input_nodes:
             make(used)
-        made.add(node)
+        recomputed.add(node)
         order.append(node)
 
     for node in segment.backward:

@@ -111,8 +111,8 @@ class Rotor:
 
     def sizes(self) -> list[int]:
         """Return the bytes from which on there is a schedule, and from which on there is a faster one, ascending."""
-        found = self.tables[self.whole]
-        faster = np.flatnonzero(found < np.concatenate([[np.inf], found[:-1]]))
+        table = self.tables[self.whole]
+        faster = np.flatnonzero(table < np.concatenate([[np.inf], table[:-1]]))
         return [int(column * self.slot) + 1 for column in faster] or [self.bytes]
 
     def least(self) -> int:
@@ -138,8 +138,8 @@ class Rotor:
         return max(0, min(int(size / self.slot), self.slots))
 
     def _fill(self, i: int, j: int, first: bool) -> None:
-        for held in (True, False):
-            key = _Key(i, j, first, held)
+        for input_is_held in (True, False):
+            key = _Key(i, j, first, input_is_held)
             self.tables[key] = best = np.full(self.slots + 1, np.inf)
             for choice in self._choices(key):
                 total = np.full(self.slots + 1, choice.seconds)
@@ -153,10 +153,10 @@ class Rotor:
         return choice.least if self.strict else 0
 
     def _choices(self, key: _Key) -> Iterator[_Choice]:
-        i, j, first, held = key
+        i, j, first, input_is_held = key
         segment = self.segments[i]
         behind = 0 if first else self.tangents[j]
-        comes = 0 if held else self.enter[i]
+        comes = 0 if input_is_held else self.enter[i]
         ways = list(enumerate(segment.ways))
         if i == j:  # the last segment's backward follows its forward directly
             ways = ways[-1:] if first else ways[:1]
@@ -165,7 +165,7 @@ class Rotor:
                 continue  # (keeping nothing is the same as recomputing all)
             forward = self._in_slots(way.forward) + comes + behind if i < j or first else 0
             grown = self.grads[j + 1] - self.grads[i + 1]
-            least = max(forward, self._in_slots(way.backward if held else way.whole) + grown)
+            least = max(forward, self._in_slots(way.backward if input_is_held else way.whole) + grown)
             own = segment.seconds if i < j or first else 0.0
             again = way.seconds if i < j or not first else 0.0
             for parts in self._behind(key, way) if i < j else [[]]:
@@ -176,7 +176,7 @@ class Rotor:
             passes = self.enter[k - 1] if k - 1 > i else 0
             least = max(least, self._in_slots(passed.ways[0].forward) + comes + passes + behind)
             grown = self.grads[j + 1] - self.grads[k]
-            parts = [(_Key(k, j, first, held=False), comes), (_Key(i, k - 1, first=False, held=held), grown)]
+            parts = [(_Key(k, j, first, held=False), comes), (_Key(i, k - 1, first=False, held=input_is_held), grown)]
             yield _Choice("again", k, float(self.cost[k] - self.cost[i]), least, parts)
 
     def _behind(self, key: _Key, way: SegmentOption) -> list[list[tuple[_Key, int]]]:
@@ -217,16 +217,16 @@ class WaitingRotor(Rotor):
         self.row = -(-self.slots // ROWS)  # slots in a row
         self.kept: dict[_Key, NDArray[np.float64]] = {}
         for i in range(len(segments) - 1, -1, -1):
-            for held in (True, False):
-                self._fill_kept(_Key(i, len(segments) - 1, first=True, held=held))
+            for input_is_held in (True, False):
+                self._fill_kept(_Key(i, len(segments) - 1, first=True, held=input_is_held))
         step = others * self.row
         whole = self.kept[self.whole]
         self.totals = np.full(whole.shape[1] + step * ROWS, np.inf)
         self.rows = np.zeros(self.totals.size, dtype=np.int64)
         for row, seconds in enumerate(whole):
-            there = slice(row * step, row * step + seconds.size)
-            self.rows[there][seconds < self.totals[there]] = row
-            self.totals[there] = np.minimum(self.totals[there], seconds)
+            columns = slice(row * step, row * step + seconds.size)
+            self.rows[columns][seconds < self.totals[columns]] = row
+            self.totals[columns] = np.minimum(self.totals[columns], seconds)
         self.best = np.minimum.accumulate(self.totals)
         self.step = step
         self.bytes += int(others * self.row * ROWS * self.slot)
@@ -251,13 +251,13 @@ class WaitingRotor(Rotor):
 
     def _fill_kept(self, key: _Key) -> None:
         self.kept[key] = best = np.full((ROWS + 1, self.slots + 1), np.inf)
-        for choice, kept in self._first_choices(key):
+        for choice, rows in self._first_choices(key):
             total = np.full_like(best, choice.seconds)
             for table, spent in choice.parts:
-                rest = self._table(table, kept)
+                rest = self._table(table, rows)
                 total[:, :spent] = np.inf
                 total[:, spent:] += rest[..., : self.slots + 1 - spent]
-            total[:kept] = np.inf
+            total[:rows] = np.inf
             total[:, : min(self._least(choice), self.slots + 1)] = np.inf
             np.minimum(best, total, out=best)
 
@@ -265,27 +265,27 @@ class WaitingRotor(Rotor):
         """Return a table [row, column], or one row for all, shifted by the `kept` rows that were kept before."""
         if not key.first:
             return self.tables[key][None]
-        found = np.full_like(self.kept[key], np.inf)
-        found[kept:] = self.kept[key][: ROWS + 1 - kept]
-        return found
+        shifted = np.full_like(self.kept[key], np.inf)
+        shifted[kept:] = self.kept[key][: ROWS + 1 - kept]
+        return shifted
 
     def _first_choices(self, key: _Key) -> Iterator[tuple[_Choice, int]]:
         """Yield the choices for the first run, each with the rows of bytes that it keeps for the backward."""
-        i, j, _, held = key
-        comes = 0 if held else self.enter[i]
+        i, j, _, input_is_held = key
+        comes = 0 if input_is_held else self.enter[i]
         for choice in self._choices(key):
             if choice.parts:
                 yield choice, self._in_rows(choice.parts[0][1])
         forwards = [self._in_slots(s.ways[0].forward) + self.enter[at] for at, s in enumerate(self.segments[i:], i)]
         if i == j:  # (the last segment's kept values live as long as those of the other micro-batches)
             for number, way in enumerate(self.segments[i].ways):
-                spent = self._in_slots(way.bytes) + (0 if held or way.alone else self.enter[i])
-                needed = self._in_slots(way.backward if held else way.whole)
+                spent = self._in_slots(way.bytes) + (0 if input_is_held or way.alone else self.enter[i])
+                needed = self._in_slots(way.backward if input_is_held else way.whole)
                 seconds = self.segments[i].seconds + way.seconds + self.segments[i].backward_seconds
                 least = max(self._in_slots(way.forward) + comes, needed, spent)
                 yield _Choice("keep", number, seconds, least, []), self._in_rows(spent)
         else:
-            later = [(_Key(i, j, first=False, held=held), 0)]
+            later = [(_Key(i, j, first=False, held=input_is_held), 0)]
             seconds = float(self.cost[j + 1] - self.cost[i])
             yield _Choice("again", j + 1, seconds, comes + max(forwards), later), self._in_rows(comes)
 
@@ -294,15 +294,15 @@ class WaitingRotor(Rotor):
 
     def _read_kept(self, key: _Key, row: int, column: int) -> Schedule:
         best, chosen, left = np.inf, None, 0
-        for choice, kept in self._first_choices(key):
-            if row < kept or column < self._least(choice) or any(column < spent for _, spent in choice.parts):
+        for choice, rows in self._first_choices(key):
+            if row < rows or column < self._least(choice) or any(column < spent for _, spent in choice.parts):
                 continue
             total = choice.seconds
             for table, spent in choice.parts:
-                seen = self.kept[table][row - kept] if table.first else self.tables[table]
+                seen = self.kept[table][row - rows] if table.first else self.tables[table]
                 total += float(seen[column - spent])
             if total < best:
-                best, chosen, left = total, choice, row - kept
+                best, chosen, left = total, choice, row - rows
         assert chosen is not None, (key, row, column)
         rests = [
             self._read_kept(table, left, column - spent) if table.first else self._read(table, column - spent)
@@ -345,37 +345,37 @@ class Solver:
         """Return the best schedule within `size` bytes, or within the least for which there is one, and its chain."""
         size = max(size, self.sizes[0])
         chain, rotor = min(self._those_for(size), key=lambda way: way[1].seconds(size))
-        found = rotor.schedule(size)
-        assert found is not None
-        return chain, found
+        schedule = rotor.schedule(size)
+        assert schedule is not None
+        return chain, schedule
 
     def _those_for(self, size: int) -> list[tuple[Chain, Rotor]]:
         return self.rotors if size >= self.known else [self.lax]
 
     def _sizes(self) -> list[int]:
-        found: list[int] = []
+        sizes: list[int] = []
         best, known = SLOWEST * self.seconds(self.bytes), self.seconds(self.known)
         for size in sorted({size for _, rotor in (*self.rotors, self.lax) for size in rotor.sizes()}):
             seconds = self.seconds(size)
             if size == self.known or (seconds < best and (size > self.known or seconds > known)):
-                found.append(size)
+                sizes.append(size)
                 best = seconds
-        return found
+        return sizes
 
 
 def _most(segments: Sequence[Segment]) -> int:
     """Return the bytes at the peak of the schedule that recomputes nothing."""
-    most = held = gradients = 0
-    kept = []
+    most = live_bytes = gradients = 0
+    sizes = []
     for segment, later in zip(segments, [*segments[1:], None], strict=True):
         way = segment.ways[-1]
-        most = max(most, held + way.forward + (segment.input_bytes if way.alone else 0))
-        kept.append(way.bytes + (way.shared if later is None or later.ways[-1].alone else segment.output_bytes))
-        held += kept[-1]
-    for segment, size in zip(reversed(segments), reversed(kept), strict=True):
+        most = max(most, live_bytes + way.forward + (segment.input_bytes if way.alone else 0))
+        sizes.append(way.bytes + (way.shared if later is None or later.ways[-1].alone else segment.output_bytes))
+        live_bytes += sizes[-1]
+    for segment, size in zip(reversed(segments), reversed(sizes), strict=True):
         way = segment.ways[-1]
-        held -= size
-        most = max(most, held - (0 if way.alone else segment.input_bytes) + way.whole + gradients)
+        live_bytes -= size
+        most = max(most, live_bytes - (0 if way.alone else segment.input_bytes) + way.whole + gradients)
         gradients += segment.gradients
     return most
 
