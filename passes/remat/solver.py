@@ -251,13 +251,13 @@ class WaitingRotor(Rotor):
 
     def _fill_kept(self, key: _Key) -> None:
         self.kept[key] = best = np.full((ROWS + 1, self.slots + 1), np.inf)
-        for choice, rows in self._first_choices(key):
+        for choice, kept_rows in self._first_choices(key):
             total = np.full_like(best, choice.seconds)
             for table, spent in choice.parts:
-                rest = self._table(table, rows)
+                rest = self._table(table, kept_rows)
                 total[:, :spent] = np.inf
                 total[:, spent:] += rest[..., : self.slots + 1 - spent]
-            total[:rows] = np.inf
+            total[:kept_rows] = np.inf
             total[:, : min(self._least(choice), self.slots + 1)] = np.inf
             np.minimum(best, total, out=best)
 
@@ -294,15 +294,15 @@ class WaitingRotor(Rotor):
 
     def _read_kept(self, key: _Key, row: int, column: int) -> Schedule:
         best, chosen, left = np.inf, None, 0
-        for choice, rows in self._first_choices(key):
-            if row < rows or column < self._least(choice) or any(column < spent for _, spent in choice.parts):
+        for choice, kept_rows in self._first_choices(key):
+            if row < kept_rows or column < self._least(choice) or any(column < spent for _, spent in choice.parts):
                 continue
             total = choice.seconds
             for table, spent in choice.parts:
-                seen = self.kept[table][row - rows] if table.first else self.tables[table]
+                seen = self.kept[table][row - kept_rows] if table.first else self.tables[table]
                 total += float(seen[column - spent])
             if total < best:
-                best, chosen, left = total, choice, row - rows
+                best, chosen, left = total, choice, row - kept_rows
         assert chosen is not None, (key, row, column)
         rests = [
             self._read_kept(table, left, column - spent) if table.first else self._read(table, column - spent)

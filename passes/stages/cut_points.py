@@ -175,22 +175,23 @@ def _positions(line: AnchorChain, cuts: Cuts) -> list[int]:
     of them.
     """
     anchors, reads = line.anchors, _reads(line.anchors)
-    mine, theirs = _settled(reads), _settled(cuts.reads)
-    if mine != theirs:
-        found = _between_parameters(anchors, cuts)
-        if found is None:
+    own_reads, cut_reads = _settled(reads), _settled(cuts.reads)
+    if own_reads != cut_reads:
+        positions = _between_parameters(anchors, cuts)
+        if positions is None:
             at = next(
-                (i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs))
+                (i for i, (a, b) in enumerate(zip(own_reads, cut_reads, strict=False)) if a != b),
+                min(len(own_reads), len(cut_reads)),
             )
-            names = [repr(s[at]) if at < len(s) else "none" for s in (theirs, mine)]
+            names = [repr(s[at]) if at < len(s) else "none" for s in (cut_reads, own_reads)]
             raise PlanError(
                 "the model reads other parameters here than where its stages were cut",
                 where="partition",
                 why=f"read {at + 1} was of {names[0]} and is of {names[1]} in {line.program.name!r}",
                 hint="each stage holds the parameters that it read then: let the model call the same modules whatever its inputs",
             )
-        return _parted(line, found)
-    found = []
+        return _parted(line, positions)
+    positions = []
     passed = list(itertools.accumulate((len(a.params) for a in anchors), initial=0))
     for place in cuts.places:
         starts = [q for q, count in enumerate(passed) if count == place.reads]
@@ -203,8 +204,8 @@ def _positions(line: AnchorChain, cuts: Cuts) -> list[int]:
                 hint="cut between modules: partition=(module paths)",
             )
         between = len(starts) - 1
-        found.append(starts[0] + (round(place.passed * between / place.between) if place.between else 0))
-    return _parted(line, found)
+        positions.append(starts[0] + (round(place.passed * between / place.between) if place.between else 0))
+    return _parted(line, positions)
 
 
 def _between_parameters(anchors: Sequence[Anchor], cuts: Cuts) -> list[int] | None:
@@ -216,15 +217,15 @@ def _between_parameters(anchors: Sequence[Anchor], cuts: Cuts) -> list[int] | No
     """
     if any(set(a.params) - set(cuts.reads) for a in anchors):
         return None
-    found = []
+    positions = []
     for place in cuts.places:
         before, behind = set(cuts.reads[: place.reads]), set(cuts.reads[place.reads :])
         low = max((i + 1 for i, a in enumerate(anchors) if set(a.params) - behind), default=0)
         high = min((i for i, a in enumerate(anchors) if set(a.params) - before), default=len(anchors))
         if low > high:
             return None
-        found.append(high)
-    return found
+        positions.append(high)
+    return positions
 
 
 def _parted(line: AnchorChain, positions: list[int]) -> list[int]:
@@ -244,24 +245,24 @@ def _settled(reads: Sequence[str]) -> list[str]:
     """Return reads with those of one module in order of their names: whether a weight or a bias is read first depends
     on the operator.
     """
-    found: list[str] = []
+    ordered_reads: list[str] = []
     run: list[str] = []
     for name in reads:
         if run and run[-1].rpartition(".")[0] != name.rpartition(".")[0]:
-            found += sorted(run)
+            ordered_reads += sorted(run)
             run = []
         run.append(name)
-    return found + sorted(run)
+    return ordered_reads + sorted(run)
 
 
 # -- cuts that a plan names --------------------------------------------------------------------------------------------
 def _firsts(line: AnchorChain) -> dict[str, int]:
     """Return the first anchor of each module, by all of its names."""
-    found: dict[str, int] = {}
+    firsts: dict[str, int] = {}
     for i, anchor in enumerate(line.anchors):
         for path in line.program.modules_around(anchor.node):
-            found.setdefault(path, i)
-    return found
+            firsts.setdefault(path, i)
+    return firsts
 
 
 def _named(line: AnchorChain, stages: int, paths: Sequence[str], types: Mapping[str, str]) -> list[int]:
@@ -285,7 +286,7 @@ def _named(line: AnchorChain, stages: int, paths: Sequence[str], types: Mapping[
         )
     if faults:
         raise joined(faults)
-    found: list[int] = []
+    positions: list[int] = []
     for i, path in enumerate(paths):
         where = f"partition.{i}"
         at = firsts.get(path)
@@ -298,15 +299,15 @@ def _named(line: AnchorChain, stages: int, paths: Sequence[str], types: Mapping[
             )
         if at == 0:
             raise PlanError(f"nothing comes before {path!r}", where=where, why="the first stage would be empty")
-        if found and at <= found[-1]:
+        if positions and at <= positions[-1]:
             raise PlanError(
                 f"{path!r} does not come after {paths[i - 1]!r}",
                 where=where,
                 why="the model calls them in another order",
                 hint="name modules in the order in which the forward calls them",
             )
-        found.append(at)
-    return found
+        positions.append(at)
+    return positions
 
 
 def _matching(line: AnchorChain, pattern: str, types: Mapping[str, str]) -> list[int]:
@@ -344,8 +345,8 @@ def _searched(line: AnchorChain, stages: int, how: str, costs: Costs, room: Stag
     amounts = _table(loads.elements if how == "parameters" else [*loads.forward, *loads.backward], at, len(points))
     by_stage = [amounts] * stages
     if how == "time" and room is not None:
-        held, saved = _table(loads.parameters, at, len(points)), _table(loads.saved, at, len(points))
-        needs = [held * room.states + saved * n for n in room.in_flight]
+        parameter_bytes, saved_bytes = _table(loads.parameters, at, len(points)), _table(loads.saved, at, len(points))
+        needs = [parameter_bytes * room.states + saved_bytes * n for n in room.in_flight]
         by_stage = [np.where(need <= room.budget, amounts, np.inf) for need in needs]
         least = _least(needs)
         if np.isinf(_least(by_stage)):
@@ -403,8 +404,8 @@ def _lightest(by_stage: Sequence[Table], limit: float, received: Table) -> list[
         ways = total[:, None] + np.where(table <= limit, received, np.inf)
         before.append(ways.argmin(axis=0))
         total = ways.min(axis=0)
-    point, found = len(received) - 1, []
+    point, points = len(received) - 1, []
     for choice in reversed(before):
         point = int(choice[point])
-        found.append(point)
-    return found[::-1]
+        points.append(point)
+    return points[::-1]

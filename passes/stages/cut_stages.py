@@ -72,7 +72,7 @@ def cut_stages(joint: Program, forward: Mapping[fx.Node, int], count: int) -> St
 
 
 def _transfers(homes: StageAssignment) -> list[StageMessage]:
-    found = []
+    messages = []
     for node in (*homes.ports, *homes.nodes):
         if homes.everywhere(node):
             continue
@@ -80,8 +80,8 @@ def _transfers(homes: StageAssignment) -> list[StageMessage]:
         for target in sorted(homes.readers[node] - {source}):
             if target > source and info(node).phase is Phase.BACKWARD:
                 raise AssertionError(f"{node.name}: a gradient would flow from stage {source} to stage {target}")
-            found.append(StageMessage(node.name, source, target, target < source, _as_sent(node, homes.joint)))
-    return found
+            messages.append(StageMessage(node.name, source, target, target < source, _as_sent(node, homes.joint)))
+    return messages
 
 
 def _as_sent(node: fx.Node, joint: Program) -> torch.Tensor:
@@ -141,11 +141,11 @@ class _StageProgram:
             sizes=joint.sizes,
         )
         self._evaluate_again()
-        made = [(r.port, self.here[r.node]) for r in self.results if r.port.role is not OutputRole.GRADIENT]
-        given = [item for item in made if not of_backward(*item)]
-        checked = [item for item in made if of_backward(*item)]
+        results = [(r.port, self.here[r.node]) for r in self.results if r.port.role is not OutputRole.GRADIENT]
+        outputs = [item for item in results if not of_backward(*item)]
+        checked = [item for item in results if of_backward(*item)]
         sent, returned = self._give(OutputRole.SENT), self._give(OutputRole.RETURNED)
-        self.program.set_outputs([*given, *sent, *self._gradients(), *checked, *returned])
+        self.program.set_outputs([*outputs, *sent, *self._gradients(), *checked, *returned])
         self.program.recompile()
         return self.program
 
@@ -223,7 +223,7 @@ class _StageProgram:
 
     def _gradients(self) -> list[tuple[Port, fx.Node]]:
         """Return the gradients of this stage's parameters: the sums of the terms that it has, zeros where it has none."""
-        found = []
+        gradients = []
         for port, gradient in self.homes.joint.output_items():
             if port.role is not OutputRole.GRADIENT or self.stage not in self.homes.holders[port.name]:
                 continue
@@ -234,8 +234,8 @@ class _StageProgram:
                 total = self._call(aten.add.Tensor, (total, term), record, gradient.name)
             if info(total).phase is Phase.FORWARD:  # (a gradient has to be made in the backward: copy it)
                 total = self._copied(total, record, f"own_{gradient.name}")
-            found.append((port, total))
-        return found
+            gradients.append((port, total))
+        return gradients
 
     def _zeros(self, gradient: fx.Node, record: NodeInfo) -> fx.Node:
         val = tensor(gradient)

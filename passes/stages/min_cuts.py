@@ -87,21 +87,23 @@ def free_nodes(program: Program) -> set[fx.Node]:
     stage makes it.
     """
     changed = {p.name for p in program.outputs if p.role in (OutputRole.MUTATION, OutputRole.GRADIENT)}
-    held = {n for port, n in program.input_items() if port.role not in _GIVEN or port.name in changed}
-    found: set[fx.Node] = set()
+    owned_inputs = {n for port, n in program.input_items() if port.role not in _GIVEN or port.name in changed}
+    free: set[fx.Node] = set()
     for node in forward_nodes(program):
         operands = node.all_input_nodes
-        given = all(a in found or (a.op in ("placeholder", "get_attr") and a not in held) for a in operands)
-        if given and not (made_once(node) or _draws(node) or _arithmetic(node)):
-            found.add(node)
-    return found
+        has_free_operands = all(
+            a in free or (a.op in ("placeholder", "get_attr") and a not in owned_inputs) for a in operands
+        )
+        if has_free_operands and not (made_once(node) or _draws(node) or _arithmetic(node)):
+            free.add(node)
+    return free
 
 
 def anchors_of(program: Program) -> list[Anchor]:
     """Return the anchors of a program's forward, in order."""
     params = program.input_nodes(InputRole.PARAMETER)
     of = {node: name for name, node in params.items()}  # (and views, casts and copies of parameters)
-    found = []
+    anchors = []
     for node in forward_nodes(program):
         base = node.all_input_nodes[0] if is_view(node) or is_cast(node) or node.target is aten.clone.default else None
         if base in of:
@@ -109,8 +111,8 @@ def anchors_of(program: Program) -> list[Anchor]:
             continue
         read = tuple(dict.fromkeys(of[a] for a in node.all_input_nodes if a in of))
         if read or _arithmetic(node):
-            found.append(Anchor(node, read, info(node).module))
-    return found
+            anchors.append(Anchor(node, read, info(node).module))
+    return anchors
 
 
 def _arithmetic(node: fx.Node) -> bool:
@@ -129,13 +131,13 @@ def _draws(node: fx.Node) -> bool:
 
 
 def _whole_numbers(node: fx.Node) -> bool:
-    found = list(tensors(node))
-    return bool(found) and not any(t.is_floating_point() or t.is_complex() or t.dtype is torch.bool for t in found)
+    results = list(tensors(node))
+    return bool(results) and not any(t.is_floating_point() or t.is_complex() or t.dtype is torch.bool for t in results)
 
 
 def _random_bonds(nodes: Collection[fx.Node]) -> list[Bond]:
     """Return a bond for each pair of random operators of which one draws from the state that the other leaves."""
-    found = []
+    bonds = []
     for source in nodes:
         if not _draws(source):
             continue
@@ -157,8 +159,8 @@ def _random_bonds(nodes: Collection[fx.Node]) -> list[Bond]:
                     back += [a for a in before if a is not source]
                 where = info(user).source
                 why = f"{user.name} ({user.target}{', ' + where if where else ''}) draws from the random state that {source.name} leaves"
-                found.append(Bond(_carriers(way, nodes), why))
-    return found
+                bonds.append(Bond(_carriers(way, nodes), why))
+    return bonds
 
 
 def _buffer_bonds(program: Program, nodes: Collection[fx.Node]) -> list[Bond]:
@@ -166,11 +168,11 @@ def _buffer_bonds(program: Program, nodes: Collection[fx.Node]) -> list[Bond]:
     has a buffer of its own.)
     """
     places = {(port.role, port.name): node for port, node in program.input_items()}
-    found = []
-    for port, made in program.output_items():
+    bonds = []
+    for port, new_value in program.output_items():
         if port.role is not OutputRole.MUTATION or port.of is None:
             continue
-        members = {made}
+        members = {new_value}
         stack = [places[port.of, port.name]]
         while stack:
             for user in stack.pop().users:
@@ -179,8 +181,8 @@ def _buffer_bonds(program: Program, nodes: Collection[fx.Node]) -> list[Bond]:
                     stack += [user] if is_view(user) else []
         bound = _carriers(members, nodes)
         if len(bound) > 1:
-            found.append(Bond(bound, f"{port.of} {port.name!r} is changed by the forward and read on both sides"))
-    return found
+            bonds.append(Bond(bound, f"{port.of} {port.name!r} is changed by the forward and read on both sides"))
+    return bonds
 
 
 def _carriers(nodes: Iterable[fx.Node], known: Collection[fx.Node]) -> frozenset[fx.Node]:
@@ -288,12 +290,12 @@ class AnchorChain:
         """
         first, last = self._range
         end = len(self.anchors)
-        found = []
+        reaches = []
         for node, readers in self.readers.items():
             near = max((end if r is None else first[r] for r in readers), default=-1)
             far = max((end if r is None else last[r] for r in readers), default=-1)
-            found.append((node, size_of(node), near, far))
-        return found
+            reaches.append((node, size_of(node), near, far))
+        return reaches
 
     def _cut(self, position: int) -> Side:
         first, last = self._range
@@ -306,16 +308,16 @@ class AnchorChain:
             if node in near and position <= reach_far:
                 crossing += size
             elif node in loose or (node in near and position <= reach_near):
-                there = ("there", node)  # on the far side if the value is sent
+                far_copy = ("there", node)  # on the far side if the value is sent
                 single = isinstance(value(node), torch.Tensor)
                 network.add_edge(
-                    node if node in loose else "near", there, **({"capacity": size * scale} if single else {})
+                    node if node in loose else "near", far_copy, **({"capacity": size * scale} if single else {})
                 )
                 for reader in self.readers[node]:
                     if reader in loose:
-                        network.add_edge(there, reader)
+                        network.add_edge(far_copy, reader)
                     elif reader not in near:
-                        network.add_edge(there, "far")
+                        network.add_edge(far_copy, "far")
         before = set(self.nodes[: self.nodes.index(self.anchors[position].node)])
         for node in loose:
             for reader in self.readers[node]:
@@ -329,8 +331,8 @@ class AnchorChain:
             for a, b in itertools.pairwise(nodes if nodes[0] in loose else ()):
                 network.add_edge(a, b)
                 network.add_edge(b, a)
-        cost, (kept, _) = nx.minimum_cut(network, "near", "far")
-        return Side(near | {n for n in loose if n in kept}, crossing + int(cost) // scale)
+        cost, (near_side, _) = nx.minimum_cut(network, "near", "far")
+        return Side(near | {n for n in loose if n in near_side}, crossing + int(cost) // scale)
 
     def assign(self, positions: Iterable[int]) -> dict[fx.Node, int]:
         """Return the stage of each operator of the forward for cuts at these positions, never smaller than that of an
@@ -355,8 +357,8 @@ def received(line: AnchorChain, stages: Mapping[fx.Node, int]) -> dict[int, list
     The last stage also receives all outputs of the program. A value comes directly from the stage that makes it.
     """
     last = max(stages.values(), default=0)
-    found: dict[int, list[fx.Node]] = defaultdict(list)
+    values_by_stage: dict[int, list[fx.Node]] = defaultdict(list)
     for node, readers in line.readers.items():
         for stage in {last if r is None else stages[r] for r in readers} - {stages[node]}:
-            found[stage].append(node)
-    return dict(sorted(found.items()))
+            values_by_stage[stage].append(node)
+    return dict(sorted(values_by_stage.items()))

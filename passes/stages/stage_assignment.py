@@ -60,8 +60,8 @@ class StageAssignment:
         for node, stage in forward.items():
             if node not in self._free:
                 self.home[node] = self.home[node.all_input_nodes[0]] if _is_member(node) else stage
-        held = {n: self._forward_readers(n) for n, p in self.ports.items() if p.role is InputRole.PARAMETER}
-        self._held = {self.ports[n].name: sorted(stages) or [0] for n, stages in held.items()}
+        reading_stages = {n: self._forward_readers(n) for n, p in self.ports.items() if p.role is InputRole.PARAMETER}
+        self._held = {self.ports[n].name: sorted(stages) or [0] for n, stages in reading_stages.items()}
         self._terms = {
             port: self._terms_of(port, node) for port, node in joint.output_items() if port.role is OutputRole.GRADIENT
         }
@@ -97,8 +97,8 @@ class StageAssignment:
                 self.home[node] = high
                 continue
             stage = min(max(like.get(node, high), low[node]), high)
-            held = [s for s in self._stages_with_parameters(node) if low[node] <= s <= stage]
-            self.home[node] = max(held, default=stage)
+            candidates = [s for s in self._stages_with_parameters(node) if low[node] <= s <= stage]
+            self.home[node] = max(candidates, default=stage)
         for node in reversed(self._backward):
             if node not in flowing and node not in self._free and not _is_member(node):
                 self.home[node] = max([low[node], *(self.home[u] for u in _users(node) if u in self.home)])
@@ -108,8 +108,8 @@ class StageAssignment:
 
     def _origins(self) -> dict[fx.Node, int]:
         """Return, for each node of the backward, the stage of the forward operator whose derivative it belongs to."""
-        found = origins(self.joint, {a.node for a in anchors_of(self.joint)})
-        return {node: self.home[of] for node, of in found.items() if of in self.home}
+        origin_of = origins(self.joint, {a.node for a in anchors_of(self.joint)})
+        return {node: self.home[of] for node, of in origin_of.items() if of in self.home}
 
     def _lowest(self, like: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
         """Return the first stage that each node of the backward may be in."""
@@ -119,8 +119,8 @@ class StageAssignment:
                 if term in low:
                     low[term] = max(low[term], self._nearest(port.name, like.get(_maker(term), self.last)))
         for node in reversed(self._backward):
-            held = self._stages_with_parameters(node)
-            low[node] = max([low[node], *(held if len(held) == 1 else ())])
+            stages = self._stages_with_parameters(node)
+            low[node] = max([low[node], *(stages if len(stages) == 1 else ())])
             for operand in node.all_input_nodes:
                 if operand in low:
                     low[operand] = max(low[operand], low[node])
@@ -128,8 +128,8 @@ class StageAssignment:
 
     def _stages_with_parameters(self, node: fx.Node) -> list[int]:
         """Return the stages whose forward reads all parameters that a node reads; none if it reads none."""
-        held = [set(self._held[name]) for name in self._parameters_of(node)]
-        return sorted(set.intersection(*held)) if held else []
+        stages = [set(self._held[name]) for name in self._parameters_of(node)]
+        return sorted(set.intersection(*stages)) if stages else []
 
     def _parameters_of(self, node: fx.Node) -> Iterator[str]:
         stack = list(node.all_input_nodes)
@@ -152,21 +152,21 @@ class StageAssignment:
             )
         if len(self._held[port.name]) == 1:
             return [gradient]
-        found, stack = [], [gradient]
+        terms, stack = [], [gradient]
         while stack:
             node = stack.pop()
             if (node is gradient or len(node.users) == 1) and _is_sum(node):
                 stack += reversed(node.all_input_nodes)
             else:
-                found.append(node)
-        return found
+                terms.append(node)
+        return terms
 
     def _nearest(self, param: str, stage: int) -> int:
         """Return the last stage that holds a parameter and is not after `stage`; if there is none, the first that holds
         it.
         """
-        held = self._held[param]
-        return max((s for s in held if s <= stage), default=held[0])
+        stages = self._held[param]
+        return max((s for s in stages if s <= stage), default=stages[0])
 
     def _gradients(self) -> Iterator[Result]:
         for port, terms in self._terms.items():
@@ -185,21 +185,21 @@ class StageAssignment:
             elif port.role is OutputRole.CHECK:
                 yield Result(port, node, self.home.get(node, 0))
             elif port.role is OutputRole.MUTATION and port.of is not None:
-                made = {self.home[n] for n in [_maker(node)] if n in self.home}
-                stages = made | self._forward_readers(buffers[port.of, port.name])
+                maker_stages = {self.home[n] for n in [_maker(node)] if n in self.home}
+                stages = maker_stages | self._forward_readers(buffers[port.of, port.name])
                 yield Result(port, node, max(stages, default=0))
 
     def _forward_readers(self, node: fx.Node) -> set[int]:
         """Return the stages whose forward reads a value, also through views of it."""
-        found: set[int] = set()
+        stages: set[int] = set()
         for user in node.users:
             if user.op == "output" or info(user).phase is not Phase.FORWARD:
                 continue
             if made_again(user):
-                found |= self._forward_readers(user)
+                stages |= self._forward_readers(user)
             elif user in self.home:
-                found.add(self.home[user])
-        return found
+                stages.add(self.home[user])
+        return stages
 
     def _find_readers(self) -> None:
         for result in self.results:
@@ -210,14 +210,14 @@ class StageAssignment:
 
     def _find_holders(self) -> dict[str, tuple[int, ...]]:
         """Return the stages that read a parameter or give its gradient; the first stage if none does."""
-        found: dict[str, set[int]] = {name: set() for name in self.joint.params}
+        holders: dict[str, set[int]] = {name: set() for name in self.joint.params}
         for node, port in self.ports.items():
             if port.role is InputRole.PARAMETER:
-                found[port.name] |= self.readers[node]
+                holders[port.name] |= self.readers[node]
         for port, _, stage in self.results:
             if port.role is OutputRole.GRADIENT:
-                found[port.name].add(stage)
-        return {name: tuple(sorted(stages)) or (0,) for name, stages in found.items()}
+                holders[port.name].add(stage)
+        return {name: tuple(sorted(stages)) or (0,) for name, stages in holders.items()}
 
     def _refuse_parted_buffers(self) -> None:
         """Refuse a buffer that the forward changes and that several stages read: only one stage's would change."""

@@ -92,11 +92,11 @@ def balance(program: Program, stages: Mapping[fx.Node, int], costs: Costs) -> Ba
     count = max(stages.values(), default=0) + 1
 
     def total(of: list[Load]) -> list[float]:
-        found = [0.0] * count
+        amounts = [0.0] * count
         for load in of:
             for stage in {stages[n] for n in load.nodes}:
-                found[stage] += load.amount
-        return found
+                amounts[stage] += load.amount
+        return amounts
 
     modules: dict[int, list[str]] = defaultdict(list)
     for anchor in line.anchors:
@@ -133,11 +133,11 @@ def loads_of(line: AnchorChain, costs: Costs) -> Loads:
     seconds = costs.compute(program)
     forward = [Load(seconds[n], there_for[n]) for n in line.nodes if seconds.get(n)]
     backward = [Load(seconds[n], there_for[o]) for n, o in of.items() if seconds.get(n)]
-    kept: dict[fx.Node, frozenset[fx.Node]] = defaultdict(frozenset)
+    saved_readers: dict[fx.Node, frozenset[fx.Node]] = defaultdict(frozenset)
     for node, origin in of.items():
         for root in map(root_of, node.all_input_nodes):
             if root in there_for:
-                kept[root] |= there_for[origin]
+                saved_readers[root] |= there_for[origin]
     readers: dict[str, set[fx.Node]] = {name: set() for name in program.params}
     for anchor in line.anchors:
         for name in anchor.params:
@@ -148,7 +148,7 @@ def loads_of(line: AnchorChain, costs: Costs) -> Loads:
         backward,
         [Load(s.numel, nodes) for s, nodes in specs],
         [Load(s.nbytes, nodes) for s, nodes in specs],
-        [Load(own_bytes(root), nodes) for root, nodes in kept.items()],
+        [Load(own_bytes(root), nodes) for root, nodes in saved_readers.items()],
     )
 
 
@@ -169,18 +169,18 @@ def origins(program: Program, anchors: Collection[fx.Node]) -> dict[fx.Node, fx.
             of[number] = node
         if info(node).module and (info(node).module not in inside or node in anchors):
             inside[info(node).module] = node
-    found: dict[fx.Node, fx.Node] = {}
+    origin_of: dict[fx.Node, fx.Node] = {}
     for node in backward:
         number = sequence(node)
-        near = [found[a] for a in node.all_input_nodes if a in found]
+        near = [origin_of[a] for a in node.all_input_nodes if a in origin_of]
         known = of.get(number) if number is not None else None
         if known is None or info(known).module != info(node).module:
             known = inside.get(info(node).module, known)
         near += [known] if known is not None else []
         if near:
-            found[node] = min(near, key=lambda n: at[n])
+            origin_of[node] = min(near, key=lambda n: at[n])
     for node in reversed(backward):
-        if node not in found and operators:
-            readers = [found[u] for u in node.users if u in found]
-            found[node] = max(readers, key=lambda n: at[n], default=operators[-1])
-    return found
+        if node not in origin_of and operators:
+            readers = [origin_of[u] for u in node.users if u in origin_of]
+            origin_of[node] = max(readers, key=lambda n: at[n], default=operators[-1])
+    return origin_of

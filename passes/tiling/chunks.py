@@ -64,10 +64,10 @@ def sort(
     """
     region = set(region)
     while True:
-        made = _sort(program, axes, region, axis, bound)
-        early = _small_sums(made if isinstance(made, Sorted) else made.before, small)
+        outcome = _sort(program, axes, region, axis, bound)
+        early = _small_sums(outcome if isinstance(outcome, Sorted) else outcome.before, small)
         if not early:
-            return made
+            return outcome
         region -= early
 
 
@@ -75,7 +75,7 @@ def _small_sums(made: Sorted, small: int) -> set[fx.Node]:
     """Return the sums over rows of values with no more than `small` elements, with all nodes of the region that they
     are made of.
     """
-    found: set[fx.Node] = set()
+    sums: set[fx.Node] = set()
     for share in made.shares:
         of, stack = {share}, [share]
         while stack:
@@ -83,12 +83,12 @@ def _small_sums(made: Sorted, small: int) -> set[fx.Node]:
             of.update(new)
             stack += new
         if all(elements(o) <= small for n in of for o in (n, *n.all_input_nodes)):
-            found |= of
-    return found
+            sums |= of
+    return sums
 
 
 def _sort(program: Program, axes: Axes, region: Collection[fx.Node], axis: Axis, bound: int) -> Sorted | Obstacle:
-    made = Sorted(axis)
+    sorted_nodes = Sorted(axis)
     left = len(region)
     for node in program.graph.nodes:
         if not left:
@@ -96,35 +96,35 @@ def _sort(program: Program, axes: Axes, region: Collection[fx.Node], axis: Axis,
         if node.op != "call_function":
             continue
         left -= node in region
-        behind = any(o in made.late or o in made.shares for o in node.all_input_nodes)
-        reads = any(o in made.parts or o in made.rows for o in node.all_input_nodes)
+        behind = any(o in sorted_nodes.late or o in sorted_nodes.shares for o in node.all_input_nodes)
+        reads = any(o in sorted_nodes.parts or o in sorted_nodes.rows for o in node.all_input_nodes)
         if node not in region:
             if behind or reads:
-                made.late[node] = None
+                sorted_nodes.late[node] = None
             if reads:
-                made.rows.add(node)
+                sorted_nodes.rows.add(node)
             continue
         rows = rows_of(axes, node, axis) or any(rows_of(axes, o, axis) for o in node.all_input_nodes)
         source = node.args[0] if getitem_of(node) is not None else None
-        if source in made.nodes and not behind:
+        if source in sorted_nodes.nodes and not behind:
             summed = not axes.shapes(node) or not rows_of(axes, node, axis)
-            made.nodes[node] = (made.shares if summed else made.parts)[node] = None
+            sorted_nodes.nodes[node] = (sorted_nodes.shares if summed else sorted_nodes.parts)[node] = None
             continue
         kinds = sliced(axes, node, axis) if rows and not behind else None
         if kinds is not None:
             if not all(kinds) and info(node).phase is Phase.FORWARD and elements(node) > bound:
-                return Obstacle(node, made)  # (a backward's sums may be large: weights' gradients)
-            made.nodes[node] = None
+                return Obstacle(node, sorted_nodes)  # (a backward's sums may be large: weights' gradients)
+            sorted_nodes.nodes[node] = None
             if getattr(node.meta.get("val"), "shape", None) is not None:
-                (made.parts if kinds[0] else made.shares)[node] = None
+                (sorted_nodes.parts if kinds[0] else sorted_nodes.shares)[node] = None
             continue
         if (reads or rows_of(axes, node, axis)) and elements(node) > bound:
-            return Obstacle(_first_in_the_way(node, made, region), made)
+            return Obstacle(_first_in_the_way(node, sorted_nodes, region), sorted_nodes)
         if behind or reads:
-            made.late[node] = None
+            sorted_nodes.late[node] = None
         if reads:
-            made.rows.add(node)
-    return made
+            sorted_nodes.rows.add(node)
+    return sorted_nodes
 
 
 def _first_in_the_way(node: fx.Node, made: Sorted, region: Collection[fx.Node]) -> fx.Node:
@@ -174,9 +174,9 @@ class Chunks(Slices):
         parts: dict[fx.Node, list[fx.Node]] = {n: [] for n in read}
         with graph.inserting_before(behind):
             for chunk in range(self.count):
-                made = self._build_chunk(region, chunk, sums)
+                new_nodes = self._build_chunk(region, chunk, sums)
                 for node in read:
-                    parts[node].append(made[node])
+                    parts[node].append(new_nodes[node])
             finals = {n: self.joined(pieces, n, _made(n)) for n, pieces in parts.items()}
             finals |= {n: self.cast(total, tensor(n).dtype, _made(n)) for n, total in sums.items()}
         for node, final in finals.items():
@@ -189,15 +189,15 @@ class Chunks(Slices):
 
     # -- one chunk -----------------------------------------------------------------------------------------------------
     def _build_chunk(self, region: Sorted, chunk: int, sums: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
-        made = self.made[chunk] if region is self.forward else {}
+        new_nodes = self.made[chunk] if region is self.forward else {}
         slices: dict[fx.Node, fx.Node] = {}  # by the node that is sliced
         copies: dict[fx.Node, fx.Node] = {}  # (these include the forward's slices of the same values)
         for node in region.nodes:
             record = _made(node).replace(chunk=f"{self.name} {info(node).phase} {chunk}")
 
             def now(operand: fx.Node, record: NodeInfo = record) -> fx.Node:
-                if operand in made:
-                    return made[operand]
+                if operand in new_nodes:
+                    return new_nodes[operand]
                 if operand in self.forward.nodes:
                     return self._again(self.made[chunk][operand], copies, str(record.chunk))
                 if operand not in slices and rows_of(self.axes, operand, self.axis):
@@ -207,8 +207,8 @@ class Chunks(Slices):
             if node in region.shares:
                 sums[node] = self.total(node, chunk, now, record, sums.get(node))
             else:
-                made[node] = self.one(node, chunk, now, record)
-        return made
+                new_nodes[node] = self.one(node, chunk, now, record)
+        return new_nodes
 
     def _again(self, node: fx.Node, copies: dict[fx.Node, fx.Node], chunk: str) -> fx.Node:
         """Return a copy, in the backward's chunk, of a value that the forward has made in its chunk."""

@@ -153,16 +153,16 @@ class _Tiler:
         """
         if LOSS not in self.tiles:
             return []
-        found: dict[fx.Node, fx.Node] = {}
+        logits_of: dict[fx.Node, fx.Node] = {}
         for node in self._forward():
             logits = normalised(node)
             product = self._product(logits) if logits is not None and _picks(self.program, node) else None
             if logits is not None and product is not None:
-                found.setdefault(product, logits)
-        if not found and self.whole:
+                logits_of.setdefault(product, logits)
+        if not logits_of and self.whole:
             raise _no_loss()
         regions = []
-        for product, logits in found.items():
+        for product, logits in logits_of.items():
             nodes = _behind(self.program, product)
             classes = set(self._axes_of(w for w in product.all_input_nodes if w in self.weights))
             bound = max(elements(o) for o in operands_of(product) if o not in self.weights)
@@ -245,13 +245,13 @@ class _Tiler:
         enough.sort(key=lambda a: self.axes.size(a) % region.count != 0)
         obstacles = []
         for axis in enough:
-            found = self._sorted(region, axis)
-            if isinstance(found, Obstacle):
-                obstacles.append(found)
-            if found is None or isinstance(found, Obstacle):
+            halves = self._sorted(region, axis)
+            if isinstance(halves, Obstacle):
+                obstacles.append(halves)
+            if halves is None or isinstance(halves, Obstacle):
                 continue
-            self.done |= {n for half in found if half is not None for n in half.nodes}
-            self.counts["recomputed"] += Chunks(self.program, self.axes, region.path, region.count, *found).build()
+            self.done |= {n for half in halves if half is not None for n in half.nodes}
+            self.counts["recomputed"] += Chunks(self.program, self.axes, region.path, region.count, *halves).build()
             self.counts["regions"] += 1
             self.counts["chunks"] += region.count
             return
@@ -315,14 +315,14 @@ class _Tiler:
         """Return a region with all nodes of its phase that make, or read, values larger than the bound."""
         region = {n for n in nodes if info(n).chunk is None}
         while True:
-            found = sort(self.program, self.axes, region, axis, bound, small)
-            if isinstance(found, Obstacle):
-                return found
-            read = {o for n in found.nodes for o in n.all_input_nodes if rows_of(self.axes, o, axis)}
-            near = {*read, *(u for n in found.parts if elements(n) > bound for u in n.users)}
+            outcome = sort(self.program, self.axes, region, axis, bound, small)
+            if isinstance(outcome, Obstacle):
+                return outcome
+            read = {o for n in outcome.nodes for o in n.all_input_nodes if rows_of(self.axes, o, axis)}
+            near = {*read, *(u for n in outcome.parts if elements(n) > bound for u in n.users)}
             more = {n for n in near - region if _of(phase, n) and (n not in read or elements(n) > bound)}
             if not more:
-                return found
+                return outcome
             region |= more
 
 
@@ -347,11 +347,11 @@ def _named(program: Program, node: fx.Node, patterns: Collection[str]) -> dict[s
 
 def _behind(program: Program, first: fx.Node) -> dict[fx.Node, None]:
     """Return a forward's node and all nodes that are computed from it."""
-    found = {first: None}
+    nodes = {first: None}
     for node in program.graph.nodes:
-        if _of(Phase.FORWARD, node) and any(o in found for o in node.all_input_nodes):
-            found[node] = None
-    return found
+        if _of(Phase.FORWARD, node) and any(o in nodes for o in node.all_input_nodes):
+            nodes[node] = None
+    return nodes
 
 
 def _between(program: Program, seeds: Collection[fx.Node]) -> set[fx.Node]:
@@ -395,7 +395,7 @@ def _sum_losses(program: Program) -> None:
         with program.graph.inserting_after(max(results.values())):
             total = results.get(1) or program.call(operator.getitem, (node, 1), record, name=f"{node.name}_total")
         with program.graph.inserting_after(max(total, mean)):
-            made = program.call(aten.div.Tensor, (mean, total), record, name=f"{node.name}_mean")
+            new_mean = program.call(aten.div.Tensor, (mean, total), record, name=f"{node.name}_mean")
         for user in list(mean.users):
-            if user is not made:
-                user.replace_input_with(mean, made)
+            if user is not new_mean:
+                user.replace_input_with(mean, new_mean)

@@ -58,28 +58,28 @@ def default_bytes(away: int) -> int:
 
 def groups_of(program: Program) -> list[list[fx.Node]]:
     """Return the operators of each group, in the order in which they run."""
-    found: dict[str, list[fx.Node]] = {}
+    groups: dict[str, list[fx.Node]] = {}
     for node in program.graph.nodes:
         if node.op == "call_function":
-            found.setdefault(str(info(node).group), []).append(node)
-    return list(found.values())
+            groups.setdefault(str(info(node).group), []).append(node)
+    return list(groups.values())
 
 
 def _cut(program: Program, options: GroupOptions) -> list[list[fx.Node]]:
     """Return the nodes of each group, groups in an order in which they can run."""
-    found: dict[int, dict[str | None, list[fx.Node]]] = {}
+    by_stage: dict[int, dict[str | None, list[fx.Node]]] = {}
     stages = _stages(program)
     for node in program.graph.nodes:
         if node in stages:
-            found.setdefault(stages[node], {}).setdefault(info(node).param, []).append(node)
+            by_stage.setdefault(stages[node], {}).setdefault(info(node).param, []).append(node)
     groups: list[list[fx.Node]] = []
     limit = options.bytes
     if limit is None:
         limit = default_bytes(sum(size_of(n) for n in program.placeholders() if info(n).home is not None))
     rank = {name: at for at, name in enumerate(options.first)}
-    for stage in sorted(found):
+    for stage in sorted(by_stage):
         kinds: dict[str, list[list[fx.Node]]] = {}
-        for _, nodes in sorted(found[stage].items(), key=lambda item: rank.get(str(item[0]), len(rank))):
+        for _, nodes in sorted(by_stage[stage].items(), key=lambda item: rank.get(str(item[0]), len(rank))):
             kinds.setdefault(_kind(nodes), []).append(nodes)
         for alike in kinds.values():
             size = max(_away(nodes) for nodes in alike)

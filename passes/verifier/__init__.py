@@ -51,16 +51,16 @@ def all_faults(program: Program, values: ValueCache | None = None) -> Faults:
     ends there.
     """
     cache = values or ValueCache()
-    found = False
+    has_fault = False
     for rule in (*RULES, lambda program: check_values(program, cache), check_guards):
         try:
             for error in rule(program):
-                found = True
+                has_fault = True
                 yield error
         except Exception:
-            if not found:
+            if not has_fault:
                 raise
-        if found and rule is check_order:
+        if has_fault and rule is check_order:
             return
 
 

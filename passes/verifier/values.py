@@ -88,13 +88,13 @@ def _expected(program: Program, node: fx.Node, types: _Types, cache: ValueCache)
     if everywhere:
         key = (torch.get_default_dtype(), *key)
     if key not in known:
-        given = program.evaluate(node)
-        found = type_of(given)
-        if everywhere and symbols.has_symbol(given):
-            return found
+        result = program.evaluate(node)
+        result_type = type_of(result)
+        if everywhere and symbols.has_symbol(result):
+            return result_type
         if len(known) >= _MOST:
             known.clear()
-        known[key] = found
+        known[key] = result_type
     return known[key]
 
 
@@ -105,10 +105,10 @@ class _Types:
         self._known: dict[fx.Node, Any] = {}
 
     def of(self, node: fx.Node) -> Any:
-        found = self._known.get(node)
-        if found is None:
-            found = self._known[node] = type_of(value(node))
-        return found
+        value_type = self._known.get(node)
+        if value_type is None:
+            value_type = self._known[node] = type_of(value(node))
+        return value_type
 
     def key(self, arg: Any) -> Any:
         """Return the part of an argument that decides the type of an operator's result."""

@@ -52,11 +52,11 @@ def add_gather(program: Program, shard: fx.Node, spec: ParamSpec, phase: Phase, 
     node = cast_to(program, shard, spec.compute_dtype, layout, f"cast_{slug}")
     if spec.shard_dim is None:
         return node  # (it is not sharded)
-    made = [node] if node is not shard else []
+    new_nodes = [node] if node is not shard else []
 
     def call(target: object, args: tuple[Any, ...], record: NodeInfo, name: str) -> fx.Node:
-        made.append(program.call(target, args, record, name=f"{name}_{slug}"))
-        return made[-1]
+        new_nodes.append(program.call(target, args, record, name=f"{name}_{slug}"))
+        return new_nodes[-1]
 
     dim, ranks = spec.shard_dim, program.mesh[spec.shard_dim]
     if order != sorted(order):
@@ -68,7 +68,7 @@ def add_gather(program: Program, shard: fx.Node, spec: ParamSpec, phase: Phase, 
         node = call(aten.slice.Tensor, (node, 0, 0, spec.shape[0]), layout, "cut")
     if order != sorted(order):
         node = call(aten.permute.default, (node, inverse_of(order)), layout, "unpacked")
-    mark_transfers(made)
+    mark_transfers(new_nodes)
     return node
 
 

@@ -31,32 +31,32 @@ class KeepOptions:
 )
 def keep_gathered(program: Program, options: KeepOptions) -> dict[str, int]:
     items = list(program.output_items())
-    kept = [gather for gather in gathers_of(program) if info(gather.start).phase is Phase.FORWARD]
+    gathers = [gather for gather in gathers_of(program) if info(gather.start).phase is Phase.FORWARD]
     shards = program.input_nodes(InputRole.PARAMETER)
-    for gather in kept:
+    for gather in gathers:
         name, whole = gather.name, gather.last
         if not options.gathered_before:
             items.append((Port(OutputRole.UNSHARDED, name), whole))
             continue
         record = NodeInfo(phase=Phase.FORWARD, param=name, made_by="keep_gathered")
-        held = program.add_input(Port(InputRole.UNSHARDED, name), tensor(whole), record, name=whole.name)
-        whole.replace_all_uses_with(held)
+        unsharded = program.add_input(Port(InputRole.UNSHARDED, name), tensor(whole), record, name=whole.name)
+        whole.replace_all_uses_with(unsharded)
         for node in reversed(gather.nodes):
             program.graph.erase_node(node)
         if not shards[name].users:
             program.remove_input(shards[name])
     program.set_outputs(items)
-    return {"taken" if options.gathered_before else "kept": len(kept)}
+    return {"taken" if options.gathered_before else "kept": len(gathers)}
 
 
 def coming_in(program: Program) -> dict[str, fx.Node]:
     """Return the whole parameters that are offloaded, by name: of each the value that the forward reads, the parameter
     or its cast.
     """
-    found = {}
+    whole_parameters = {}
     for name, node in program.input_nodes(InputRole.PARAMETER).items():
         spec = program.params[name]
         if spec.home is not None and spec.shard_dim is None and node.users:
             cast = next((u for u in node.users if info(u).role is Role.LAYOUT), node)
-            found[name] = cast
-    return found
+            whole_parameters[name] = cast
+    return whole_parameters

@@ -165,7 +165,7 @@ def _reduce(program: Program, grad: fx.Node, spec: ParamSpec, record: NodeInfo) 
 
 def _between(first: fx.Node, last: fx.Node) -> list[fx.Node]:
     """Return the nodes after `first` and before `last`."""
-    found = []
+    nodes = []
     while (first := first.next) is not last:
-        found.append(first)
-    return found
+        nodes.append(first)
+    return nodes

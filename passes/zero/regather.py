@@ -37,7 +37,7 @@ class RegatherOptions:
     conflicts=(Fact.KEPT,),
 )
 def regather(program: Program, options: RegatherOptions) -> dict[str, int]:
-    regathered = held = 0
+    regathered = held_count = 0
     wholes = gathered(program, Phase.FORWARD) | coming_in(program)
     reuse = _Reuse(program, wholes)
     close = largest_layer(program) // 100 if options.reuse_bytes is None else options.reuse_bytes
@@ -47,7 +47,7 @@ def regather(program: Program, options: RegatherOptions) -> dict[str, int]:
         if not late:
             continue
         if name in options.keep or (options.turn and reuse.distance(name) <= close):
-            held += 1
+            held_count += 1
             continue
         spec = program.params[name]
         shard = program.input_nodes(InputRole.PARAMETER)[name]
@@ -61,7 +61,7 @@ def regather(program: Program, options: RegatherOptions) -> dict[str, int]:
                 for link, copied in copies.items():
                     user.replace_input_with(link, copied)
             regathered += 1
-    return {"regathered": regathered, "held": held}
+    return {"regathered": regathered, "held": held_count}
 
 
 class _Reuse:
@@ -96,12 +96,12 @@ class _Reuse:
 
         A layer that is recomputed long before its own backward gathers its weights twice.
         """
-        found = [[late[0]]]
+        visits = [[late[0]]]
         for earlier, later in itertools.pairwise(late):
             if self._between(name, self._at[earlier], self._at[later] + 1) > close:
-                found.append([])
-            found[-1].append(later)
-        return found
+                visits.append([])
+            visits[-1].append(later)
+        return visits
 
     def distance(self, name: str) -> int:
         """Return the bytes of other weights that are read between a weight's last read in the forward and its first in
@@ -136,8 +136,8 @@ def _backward_users(link: fx.Node) -> list[fx.Node]:
 
 def _reach(link: fx.Node, chain: list[fx.Node]) -> list[fx.Node]:
     """Return `link` and the nodes of the chain that are made from it."""
-    found = [link]
+    nodes = [link]
     for other in chain:
-        if any(a in found for a in other.all_input_nodes) and other not in found:
-            found.append(other)
-    return found
+        if any(a in nodes for a in other.all_input_nodes) and other not in nodes:
+            nodes.append(other)
+    return nodes

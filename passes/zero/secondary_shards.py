@@ -47,7 +47,7 @@ def secondary_shards(program: Program, options: SecondaryOptions) -> dict[str, i
     again = [g for g in gathers if info(g.start).phase is Phase.BACKWARD and g.name in first]
     parts: dict[str, fx.Node] = {}
     places: dict[str, fx.Node] = {}
-    kept = changed = 0
+    part_bytes = changed = 0
     for gather in again:
         dim = collectives.group_of(gather.start)
         group = block_of(dim, options.ranks, program.mesh)
@@ -57,10 +57,10 @@ def secondary_shards(program: Program, options: SecondaryOptions) -> dict[str, i
             if dim not in places:
                 places[dim] = _place(program, dim, options.ranks)
             parts[gather.name] = _part(program, first[gather.name], places[dim], options.ranks)
-            kept += tensor(parts[gather.name]).nbytes
+            part_bytes += tensor(parts[gather.name]).nbytes
         _gather_from(program, gather, parts[gather.name], group, options.ranks)
         changed += 1
-    return {"gathers": changed, "kept_bytes": kept}
+    return {"gathers": changed, "kept_bytes": part_bytes}
 
 
 def _place(program: Program, dim: str, ranks: int) -> fx.Node:

@@ -75,6 +75,6 @@ def _enter(program: Program, node: fx.Node, spec: ParamSpec) -> None:
         if spec.shard_dim is None:
             node.meta["val"] = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
         else:
-            held = torch.empty(stored_shape(spec.shard_shape, spec), dtype=spec.dtype, device=device)
-            node.meta["val"] = held.permute(inverse_of(stored_order(spec)))
+            storage = torch.empty(stored_shape(spec.shard_shape, spec), dtype=spec.dtype, device=device)
+            node.meta["val"] = storage.permute(inverse_of(stored_order(spec)))
     set_info(node, info(node).replace(param=spec.name))
