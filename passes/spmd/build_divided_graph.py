@@ -167,8 +167,8 @@ class Builder:
         if key in self._converted:
             return self._converted[key]
         if (way := self._replayable(node, state, target)) is not None:
-            self._converted[key] = made = self._replay(node, way, user)
-            return made
+            self._converted[key] = converted = self._replay(node, way, user)
+            return converted
         whole = self._converted.get((node, REPLICATE, key[2]))
         if whole is not None and isinstance(target, Shard) and (isinstance(state, Replicate) or reduces):
             node, reduces = whole, False
@@ -177,12 +177,12 @@ class Builder:
             role=Role.COMPUTE, made_by="divide", param=None, copy_of=None, phase=info(node).phase if reduces else phase
         )
         with self.program.graph.inserting_before(at):
-            made = self.reshard.reshard(node, target, record)
+            converted = self.reshard.reshard(node, target, record)
         if reduces and phase is info(node).phase:
-            _wait_late(made, user)
-        self._converted[key] = made
-        self.placements.stands_for(made, node, [target])
-        return made
+            _wait_late(converted, user)
+        self._converted[key] = converted
+        self.placements.stands_for(converted, node, [target])
+        return converted
 
     def _replayable(self, node: fx.Node, state: Placement, target: Placement) -> Strategy | None:
         """Return how a view is made from its base in the other placement (so that all views of one value share its
@@ -201,22 +201,28 @@ class Builder:
         source = operands_of(node)[0]
         converted = self._converted_to(source, way.operands[0], user)
         args, kwargs = self.placements.arguments[node]
-        given: tuple[Any, ...] = _with_tensors(args, lambda _: converted)
+        new_args: tuple[Any, ...] = _with_tensors(args, lambda _: converted)
         phase = info(user).phase if user.op != "output" else info(node).phase
         with self.program.graph.inserting_before(user):
-            made = self.program.graph.create_node("call_function", node.target, given, dict(kwargs), name=node.name)
-        set_info(made, info(node).replace(made_by="divide", phase=phase))
-        made.meta["val"] = self.placements.captured[node]
-        self.placements.stands_for(made, node, list(way.results))
+            new_node = self.program.graph.create_node(
+                "call_function", node.target, new_args, dict(kwargs), name=node.name
+            )
+        set_info(new_node, info(node).replace(made_by="divide", phase=phase))
+        new_node.meta["val"] = self.placements.captured[node]
+        self.placements.stands_for(new_node, node, list(way.results))
         if not isinstance(way.results[0], Replicate):
-            localise(made, way.results, self.ranks)
-        self._evaluate(made)
-        return made
+            localise(new_node, way.results, self.ranks)
+        self._evaluate(new_node)
+        return new_node
 
     def _by_hand(self, node: fx.Node, way: Strategy, build: Build, given: list[fx.Node]) -> None:
         with self.program.graph.inserting_before(node):
-            made = build(self.reshard, node, given, info(node).replace(made_by="divide"))
-        picks = {node: made} if isinstance(made, fx.Node) else {u: made[argument(u, 1)] for u in node.users}
+            replacement = build(self.reshard, node, given, info(node).replace(made_by="divide"))
+        picks = (
+            {node: replacement}
+            if isinstance(replacement, fx.Node)
+            else {u: replacement[argument(u, 1)] for u in node.users}
+        )
         for old, new in picks.items():
             old.replace_all_uses_with(new)
             self.placements.stands_for(new, old, [way.results[getitem_of(old) or 0]])

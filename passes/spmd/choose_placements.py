@@ -80,12 +80,12 @@ def choose_placements(placements: Placements, goal: Goal) -> PlacementChoices:
 
 def _divided_parameters(placements: Placements) -> dict[fx.Node, Shard]:
     """Return the parameters whose layouts say that these ranks divide them."""
-    found = {}
+    shards = {}
     for name, node in placements.program.input_nodes(InputRole.PARAMETER).items():
         division = placements.program.params[name].division
         if division is not None and division.mesh_dim == placements.dim:
-            found[node] = Shard(_axis_of(placements, name, node, division), division.dim)
-    return found
+            shards[node] = Shard(_axis_of(placements, name, node, division), division.dim)
+    return shards
 
 
 def _axis_of(placements: Placements, name: str, node: fx.Node, division: Division) -> Axis:
@@ -114,8 +114,8 @@ def ways_along(placements: Placements, node: fx.Node, axis: Axis) -> list[Strate
     """Return the ways to compute a node in parts along an axis: one for each label of its rule that covers the axis."""
     rule = placements.axes.rules[node]
     labels = [x for x in rule.sizes if axis in placements.axes.under(node, rule, x)]
-    found = (_way_along(placements, node, axis, label) for label in labels)
-    return [way for way in found if way is not None]
+    candidates = (_way_along(placements, node, axis, label) for label in labels)
+    return [way for way in candidates if way is not None]
 
 
 def _way_along(placements: Placements, node: fx.Node, axis: Axis, label: Label) -> Strategy | None:
@@ -278,22 +278,22 @@ class _Decider:
         read.
         """
         states = [self.placements.of(o) for o in operands]
-        kept = [
+        is_kept = [
             rule is not None and i in rule.unread and (isinstance(s, Partial) or not any(rule.operands[i]))
             for i, s in enumerate(states)
         ]
-        return tuple(s if k else REPLICATE for s, k in zip(states, kept, strict=True))
+        return tuple(s if k else REPLICATE for s, k in zip(states, is_kept, strict=True))
 
     def _ways(self, node: fx.Node, rule: Rule, operands: Sequence[fx.Node]) -> list[Strategy]:
         find = self.goal.ways.get(node.target)
         if find is not None and (own := find(self.placements, node)) is not None:
             return [own]
         states = [self.placements.of(o) for o in operands]
-        found: list[Strategy] = []
+        ways: list[Strategy] = []
         linear = [states[i] for i in rule.linear]
         if linear and all(isinstance(s, Partial) and s.reduce_op == "sum" for s in linear):
-            given = tuple(Partial("sum") if i in rule.linear else REPLICATE for i in range(len(operands)))
-            found.append(Strategy(given, (Partial("sum"),) * len(rule.results)))
+            operand_placements = tuple(Partial("sum") if i in rule.linear else REPLICATE for i in range(len(operands)))
+            ways.append(Strategy(operand_placements, (Partial("sum"),) * len(rule.results)))
         candidates = {s.axis: None for s in states if isinstance(s, Shard)}
         wish = self.wanted.get(node)
         if isinstance(wish, Shard):
@@ -306,16 +306,16 @@ class _Decider:
         if node in self.trained:
             candidates |= dict.fromkeys(self.goal.along)
         for axis in candidates:
-            found += ways_along(self.placements, node, axis)
+            ways += ways_along(self.placements, node, axis)
         parted = any(isinstance(s, Shard) for s in states)
         free = self.goal.along and parted and node not in self.wanted
-        if free and all(self._cost(node, operands, w)[0] for w in found):
+        if free and all(self._cost(node, operands, w)[0] for w in ways):
             # Where a node can't be divided along the sequence (as attention), it may be along another axis.
             every = {a: None for x in rule.sizes for a in self.axes.under(node, rule, x) if self.placements.divides(a)}
             for axis in every:
                 if axis not in candidates and axis not in self.goal.batch:
-                    found += ways_along(self.placements, node, axis)
-        return found
+                    ways += ways_along(self.placements, node, axis)
+        return ways
 
     def _cost(self, node: fx.Node, operands: Sequence[fx.Node], way: Strategy) -> tuple[float, int]:
         """Return the bytes that a rank sends, and, to choose among equals, the number of results that it computes
@@ -331,8 +331,8 @@ class _Decider:
             # A sum over ranks costs its conversion to parts of the sequence, unless an operand is such a sum already.
             spread = [i for i, s in enumerate(way.results) if isinstance(s, Partial)]
             if not any(isinstance(s, Partial) for s in way.operands):
-                made = list(tensors(node))
-                total += sum(bytes_of(made[i]) for i in spread if self._runs_along(node, i))
+                results = list(tensors(node))
+                total += sum(bytes_of(results[i]) for i in spread if self._runs_along(node, i))
         return total, sum(isinstance(s, (Replicate, Partial)) for s in way.results)
 
     def _runs_along(self, node: fx.Node, at: int) -> bool:

@@ -96,18 +96,18 @@ def _by_ring(
     """
     ranks = program.mesh[options.dim]
     every = _attention(program)
-    found = [n for n in every if any(a in along for dim in axes.shape(operands_of(n)[0]) for a in dim)]
-    able = [n for n in found if can_ring(n, axes, along, folded) or can_ring_packed(n, axes, along)]
+    calls = [n for n in every if any(a in along for dim in axes.shape(operands_of(n)[0]) for a in dim)]
+    able = [n for n in calls if can_ring(n, axes, along, folded) or can_ring_packed(n, axes, along)]
 
     def by_heads(node: fx.Node) -> bool:
         rule = axes.rules.get(node)
         heads = axes.under(node, rule, "h") if rule is not None and "h" in rule.sizes else ()
         return any(axes.size(a) % ranks == 0 for a in heads if a not in batch)
 
-    stuck = [n for n in found if not by_heads(n)]
+    stuck = [n for n in calls if not by_heads(n)]
     if options.attention == "ring" and not able and (every or not options.staged):
         raise _no_ring(
-            f"{len(found)} are calls of scaled_dot_product_attention on the sequence; a mask (but that of packed documents), dropout, or other "
+            f"{len(calls)} are calls of scaled_dot_product_attention on the sequence; a mask (but that of packed documents), dropout, or other "
             f"lengths than multiples of {2 * ranks} where it is causal stand against it"
         )
     ring = options.attention == "ring" or (options.attention == "auto" and any(n in able for n in stuck))
@@ -164,11 +164,11 @@ def sequences(program: Program, axes: Axes, options: ContextOptions) -> frozense
     """
     ranks = program.mesh[options.dim]
     if options.sequence_dim is not None:
-        found = _told(program, axes, options.sequence_dim)
+        candidates = _told(program, axes, options.sequence_dim)
     else:
-        found = _found(program, axes, ranks)
+        candidates = _found(program, axes, ranks)
     chosen = set()
-    for dim, needed in found.items():
+    for dim, needed in candidates.items():
         fits = [a for a in dim if axes.size(a) % ranks == 0]
         if fits:
             chosen.add(fits[0])
@@ -192,14 +192,14 @@ Sequence = tuple[Axis, ...]
 
 def _told(program: Program, axes: Axes, dim: int) -> dict[Sequence, bool]:
     shapes = [axes.shape(n) for n in _inputs(program)]
-    found = {shape[dim]: True for shape in shapes if -len(shape) <= dim < len(shape) and shape[dim]}
-    if not found:
+    candidates = {shape[dim]: True for shape in shapes if -len(shape) <= dim < len(shape) and shape[dim]}
+    if not candidates:
         raise PlanError(
             f"no input has a dimension {dim} of more than one element",
             where="sequence_dim",
             hint="the dimension of inputs that runs over the sequence, 1 where it is behind the batch",
         )
-    return found
+    return candidates
 
 
 def _found(program: Program, axes: Axes, ranks: int) -> dict[Sequence, bool]:

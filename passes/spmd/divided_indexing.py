@@ -30,8 +30,8 @@ def build_dropout(reshard: Resharder, node: fx.Node, given: list[fx.Node], recor
     part = reshard.placements.of(operands_of(node)[0])
     assert isinstance(part, Shard)
     mask = reshard.slice(drawn, reshard.axes.shape(operands_of(node)[0]), part, record)
-    kept = reshard.call(aten.mul.Tensor, (given[0], mask), record, "kept")
-    return reshard.call(aten.mul.Scalar, (kept, 1 / (1 - rate)), record, node.name), mask
+    masked = reshard.call(aten.mul.Tensor, (given[0], mask), record, "kept")
+    return reshard.call(aten.mul.Scalar, (masked, 1 / (1 - rate)), record, node.name), mask
 
 
 def _near(reshard: Resharder, index: fx.Node, rows: int, record: NodeInfo) -> tuple[fx.Node, fx.Node]:
@@ -60,8 +60,8 @@ def _chosen(reshard: Resharder, where: fx.Node, values: fx.Node, other: int, rec
 
 def _embedding(reshard: Resharder, node: fx.Node, given: list[fx.Node], record: NodeInfo) -> fx.Node:
     near, own = _near(reshard, given[1], tensor(given[0]).shape[0], record)
-    found = reshard.call(aten.embedding.default, (given[0], near), record, node.name)
-    return _masked(reshard, found, own, record)
+    rows = reshard.call(aten.embedding.default, (given[0], near), record, node.name)
+    return _masked(reshard, rows, own, record)
 
 
 def _embedding_backward(reshard: Resharder, node: fx.Node, given: list[fx.Node], record: NodeInfo) -> fx.Node:
@@ -79,8 +79,8 @@ def _embedding_backward(reshard: Resharder, node: fx.Node, given: list[fx.Node],
 def _gather(reshard: Resharder, node: fx.Node, given: list[fx.Node], record: NodeInfo) -> fx.Node:
     dim: int = argument(node, 1)
     near, own = _near(reshard, given[1], tensor(given[0]).shape[dim], record)
-    found = reshard.call(aten.gather.default, (given[0], dim, near), record, node.name)
-    return _masked(reshard, found, own, record)
+    elements = reshard.call(aten.gather.default, (given[0], dim, near), record, node.name)
+    return _masked(reshard, elements, own, record)
 
 
 def _scatter(reshard: Resharder, node: fx.Node, given: list[fx.Node], record: NodeInfo) -> fx.Node:

@@ -41,7 +41,7 @@ def choices(program: Program, dim: str, ranks: int) -> list[Choice]:
     """Return all axes of a captured program's parameters that `ranks` may divide, those of most bytes first."""
     axes = Axes(program)
     fixed = fixed_axes(program, axes)
-    found: dict[Axis, dict[str, Division]] = {}
+    by_axis: dict[Axis, dict[str, Division]] = {}
     for name, node in program.input_nodes(InputRole.PARAMETER).items():
         shape = axes.shape(node) if node.users else ()
         for d, within in enumerate(shape):
@@ -50,9 +50,9 @@ def choices(program: Program, dim: str, ranks: int) -> list[Choice]:
                 if axis in fixed or many or axes.size(axis) % ranks:
                     continue
                 blocks = math.prod(axes.size(a) for a in within[:at])
-                found.setdefault(axis, {})[name] = Division(dim, ranks, d, blocks)
-    made = [Choice(axis, axes.size(axis), divisions) for axis, divisions in found.items()]
-    return sorted(made, key=lambda c: -c.nbytes(program.params))
+                by_axis.setdefault(axis, {})[name] = Division(dim, ranks, d, blocks)
+    all_choices = [Choice(axis, axes.size(axis), divisions) for axis, divisions in by_axis.items()]
+    return sorted(all_choices, key=lambda c: -c.nbytes(program.params))
 
 
 def fixed_axes(program: Program, axes: Axes) -> set[Axis]:
@@ -94,11 +94,11 @@ def divided(program: Program, divisions: Mapping[str, Division]) -> dict[str, Pa
 
 def compatible(chosen: Iterable[Choice]) -> dict[str, Division]:
     """Return the divisions of several choices: each parameter's by the first choice that has it."""
-    found: dict[str, Division] = {}
+    divisions: dict[str, Division] = {}
     for choice in chosen:
         for name, division in choice.divisions.items():
-            found.setdefault(name, division)
-    return found
+            divisions.setdefault(name, division)
+    return divisions
 
 
 # What the labels of operators that have weights mean for the weights.
@@ -127,8 +127,8 @@ def uses_of(program: Program, axes: Axes) -> dict[str, dict[int, set[str]]]:
         for label, role in known.items():
             for axis in axes.under(node, rule, label) if label in rule.sizes else ():
                 roles.setdefault(axis, set()).add(role)
-    found: dict[str, dict[int, set[str]]] = {}
+    uses: dict[str, dict[int, set[str]]] = {}
     for name, node in program.input_nodes(InputRole.PARAMETER).items():
         for d, within in enumerate(axes.shape(node)):
-            found.setdefault(name, {})[d] = {r for a in within for r in roles.get(a, ())}
-    return found
+            uses.setdefault(name, {})[d] = {r for a in within for r in roles.get(a, ())}
+    return uses

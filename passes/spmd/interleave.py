@@ -138,11 +138,11 @@ class _Region:
 
     def beside(self) -> list[fx.Node]:
         """Return the operators that run between start and wait anyway."""
-        own, found, node = set(self.nodes), [], self.start.next
+        own, operators, node = set(self.nodes), [], self.start.next
         while node is not self.ends:
-            found += [node] if node not in own and computes(node) else []
+            operators += [node] if node not in own and computes(node) else []
             node = node.next
-        return found
+        return operators
 
     def kind(self) -> object:
         """Return a key that is equal for regions that take equal times."""
@@ -154,8 +154,8 @@ def _regions(program: Program, axes: Axes, start: fx.Node) -> Iterator[_Region]:
     wait = collectives.wait_of(start)
     if wait is None or collectives.kind(start) not in ("all_gather", "all_reduce", "reduce_scatter"):
         return
-    found = [axis for dim in axes.shape(start.all_input_nodes[0]) for axis in dim]
-    for axis in dict.fromkeys(found):
+    all_axes = [axis for dim in axes.shape(start.all_input_nodes[0]) for axis in dim]
+    for axis in dict.fromkeys(all_axes):
         if is_stand_in(axes.size(axis)) or any(sliced(axes, n, axis) != (True,) for n in (start, wait)):
             continue
         gathers = collectives.kind(start) == "all_gather"
@@ -184,11 +184,11 @@ def _makers(axes: Axes, start: fx.Node, axis: Axis) -> list[fx.Node]:
         if product or _passes_on(node) or pointwise(node):
             seen[node] = None
             stack += [] if product else node.all_input_nodes
-    found: dict[fx.Node, None] = {}
+    makers: dict[fx.Node, None] = {}
     for node in sorted(seen):  # (values that depend on no product are sliced as they are)
-        if node.target in PRODUCTS or any(o in found for o in node.all_input_nodes):
-            found[node] = None
-    return [] if any(u < start and u not in found for n in found for u in n.users) else list(found)
+        if node.target in PRODUCTS or any(o in makers for o in node.all_input_nodes):
+            makers[node] = None
+    return [] if any(u < start and u not in makers for n in makers for u in n.users) else list(makers)
 
 
 def _readers(axes: Axes, wait: fx.Node, axis: Axis) -> list[fx.Node]:
@@ -211,17 +211,17 @@ def _readers(axes: Axes, wait: fx.Node, axis: Axis) -> list[fx.Node]:
     if not products:
         return []
     first = min(products)
-    found = {wait: None}
+    readers = {wait: None}
     for node in sorted(seen):
-        others = [o for o in node.all_input_nodes if o not in found]
+        others = [o for o in node.all_input_nodes if o not in readers]
         if len(others) < len(node.all_input_nodes) and all(o < first or _of_inputs(o) for o in others):
-            found[node] = None
-    for node in reversed(list(found)):
-        if node.target not in PRODUCTS and not any(u in found for u in node.users):
-            del found[node]
-    if any(u < first and u not in found for n in found for u in n.users):
+            readers[node] = None
+    for node in reversed(list(readers)):
+        if node.target not in PRODUCTS and not any(u in readers for u in node.users):
+            del readers[node]
+    if any(u < first and u not in readers for n in readers for u in n.users):
         return []
-    return [n for n in found if n is not wait]
+    return [n for n in readers if n is not wait]
 
 
 def _of_inputs(node: fx.Node) -> bool:
@@ -371,13 +371,13 @@ class _Pieces(Slices):
                     first.prepend(view)
 
     def _piece(self, nodes: Sequence[fx.Node], chunk: int) -> None:
-        made, slices = self.made[chunk], self.slices[chunk]
+        new_nodes, slices = self.made[chunk], self.slices[chunk]
         for node in nodes:
             record = _record(node)
 
             def now(operand: fx.Node, record: NodeInfo = record) -> fx.Node:
-                if operand in made:
-                    return made[operand]
+                if operand in new_nodes:
+                    return new_nodes[operand]
                 if operand not in slices and rows_of(self.axes, operand, self.axis):
                     slices[operand] = self.slice(
                         operand, chunk, record.replace(role=Role.COMPUTE, mesh_dim=None, stream="compute")
@@ -387,13 +387,13 @@ class _Pieces(Slices):
             if sliced(self.axes, node, self.axis) == (False,):
                 self.sums[node] = piece = self.total(node, chunk, now, record, self.sums.get(node))
             else:
-                made[node] = piece = self.one(node, chunk, now, record)
+                new_nodes[node] = piece = self.one(node, chunk, now, record)
             self.origin[piece] = node
 
     def _call(self, target: Any, args: tuple[Any, ...], record: NodeInfo, name: str, **kwargs: Any) -> fx.Node:
-        made = super()._call(target, args, record, name, **kwargs)
-        self.new.append(made)
-        return made
+        new_node = super()._call(target, args, record, name, **kwargs)
+        self.new.append(new_node)
+        return new_node
 
     def _join(self, nodes: Sequence[fx.Node]) -> None:
         for node in nodes:
@@ -401,7 +401,7 @@ class _Pieces(Slices):
             if node in self.sums:
                 self.joins[node] = self.cast(self.sums[node], tensor(node).dtype, record)
             else:
-                self.joins[node] = self.joined([made[node] for made in self.made], node, record)
+                self.joins[node] = self.joined([new_nodes[node] for new_nodes in self.made], node, record)
 
 
 def _record(node: fx.Node) -> NodeInfo:

@@ -71,12 +71,12 @@ class _PackedRing(Ring):
 
     def forward(self, given: list[fx.Node]) -> tuple[fx.Node, ...]:
         q, k, v, *places = given
-        found = self._some(PACKED, [q, k, v], places)
+        merged = self._some(PACKED, [q, k, v], places)
         moved = [k, v, *places]
         for _ in range(1, self.ranks):
             moved = self._passed_on(moved)
-            found = self._merged(found, self._some(BLOCK, [q, *moved[:2]], places, moved[2:]))
-        return self._cast(found[0], self.captured[0].dtype), found[1]
+            merged = self._merged(merged, self._some(BLOCK, [q, *moved[:2]], places, moved[2:]))
+        return self._cast(merged[0], self.captured[0].dtype), merged[1]
 
     def backward(self, given: list[fx.Node]) -> tuple[fx.Node, ...]:
         grad, q, k, v, out, lse, *places = given
@@ -114,5 +114,5 @@ class _PackedRing(Ring):
         at: tuple[object, ...] = (documents, order)
         if others is not None:
             at = (documents, others[0], order, others[1] if order is not None else None)
-        made = self._call(target, (*given, *at, *rest), self.node.name)
-        return [self._call(operator.getitem, (made, number), self.node.name) for number in range(results)]
+        attention = self._call(target, (*given, *at, *rest), self.node.name)
+        return [self._call(operator.getitem, (attention, number), self.node.name) for number in range(results)]

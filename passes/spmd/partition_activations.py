@@ -64,8 +64,8 @@ def partition_activations(program: Program, options: PartitionOptions) -> dict[s
     part_phases(program)
     same = same_on_all(program, options.dim)
     received = set(program.input_nodes(InputRole.RECEIVED).values())
-    found = [c for c in crossings(program) if c.root in same and (c.root in received or made_by_forward(c.root))]
-    worth = _worthwhile(found)
+    candidates = [c for c in crossings(program) if c.root in same and (c.root in received or made_by_forward(c.root))]
+    worth = _worthwhile(candidates)
     divisible = [c for c in worth if stand_in(tensor(c.root).numel()) % ranks == 0]
     program.remarks += [_indivisible(c, options.dim, ranks) for c in worth if c not in divisible]
     if not divisible:
@@ -80,7 +80,7 @@ def partition_activations(program: Program, options: PartitionOptions) -> dict[s
 
 def same_on_all(program: Program, dim: str) -> set[fx.Node]:
     """Return the nodes whose values are the same on all ranks of a mesh dimension."""
-    found: set[fx.Node] = set()
+    same_nodes: set[fx.Node] = set()
     ports = dict(zip(program.placeholders(), program.inputs, strict=True))
     for node in program.graph.nodes:
         if node in ports:
@@ -88,10 +88,10 @@ def same_on_all(program: Program, dim: str) -> set[fx.Node]:
         elif collectives.is_start(node) and collectives.group_of(node) == dim:
             same = collectives.kind(node) in ("all_gather", "all_reduce")
         else:
-            same = node.op != "output" and found.issuperset(node.all_input_nodes)
+            same = node.op != "output" and same_nodes.issuperset(node.all_input_nodes)
         if same:
-            found.add(node)
-    return found
+            same_nodes.add(node)
+    return same_nodes
 
 
 def _is_own(program: Program, port: Port, dim: str) -> bool:

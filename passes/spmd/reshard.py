@@ -54,9 +54,9 @@ class Resharder:
         return self._all_gather(node, shape, state, record)
 
     def call(self, target: object, args: tuple[object, ...], record: NodeInfo, name: str, **kwargs: object) -> fx.Node:
-        made = self.program.call(target, args, record, name=name, kwargs=kwargs)  # type: ignore[arg-type]
-        mark_exchange(made)
-        return made
+        new_node = self.program.call(target, args, record, name=name, kwargs=kwargs)  # type: ignore[arg-type]
+        mark_exchange(new_node)
+        return new_node
 
     def _start(self, target: object, args: tuple[object, ...], record: NodeInfo, name: str) -> fx.Node:
         dim = self.dim

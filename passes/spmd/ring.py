@@ -103,24 +103,24 @@ class Ring:
         q, k, v = given[:3]
         causal = is_causal(self.node)
         first = self._block(q, k, v, causal)
-        found = [first]
+        partials = [first]
         if causal:
             outs, sums = (self._halves(x) for x in first)
-            found = [*zip(outs, sums, strict=True)]
+            partials = [*zip(outs, sums, strict=True)]
         for turn in range(1, self.ranks):
             k, v = self._passed_on([k, v])
             if not causal:
-                found[0] = self._merged(found[0], self._block(q, k, v, False))
+                partials[0] = self._merged(partials[0], self._block(q, k, v, False))
                 continue
             earlier = self._is_earlier(turn)
             (q1, q2), (k1, k2), (v1, v2) = (self._halves(x) for x in (q, k, v))
-            found[1] = self._merged(found[1], self._block(q2, k1, v1, False))
+            partials[1] = self._merged(partials[1], self._block(q2, k1, v1, False))
             qs, ks, vs = (self._either(earlier, x, y) for x, y in ((q1, q2), (k1, k2), (v1, v2)))
             out, lse = self._block(qs, ks, vs, False)
             nothing = self._number(-torch.inf, lse)
             seen = (self._either(earlier, *x) for x in ((lse, nothing), (nothing, lse)))
-            found = [self._merged(old, (out, mine)) for old, mine in zip(found, seen, strict=True)]
-        out, lse = (self._joined_halves(x) for x in zip(*found, strict=True))
+            partials = [self._merged(old, (out, new_lse)) for old, new_lse in zip(partials, seen, strict=True)]
+        out, lse = (self._joined_halves(x) for x in zip(*partials, strict=True))
         like = self.captured[0].dtype
         return self._cast(out, like), lse
 
@@ -130,10 +130,10 @@ class Ring:
         The output is [batch, heads, rows, width] in the dtype of sums, the logarithm [batch, heads, rows].
         """
         args, kwargs = self.reshard.placements.arguments[self.node]
-        made = self._call(
+        attention = self._call(
             self.node.target, (q, k, v, args[3] if len(args) > 3 else 0.0, causal), self.node.name, **kwargs
         )
-        out, lse = (self._call(operator.getitem, (made, at), self.node.name) for at in (0, 1))
+        out, lse = (self._call(operator.getitem, (attention, at), self.node.name) for at in (0, 1))
         return self._cast(out, tensor(lse).dtype), lse
 
     def _merged(self, one: tuple[fx.Node, fx.Node], other: tuple[fx.Node, fx.Node]) -> tuple[fx.Node, fx.Node]:
@@ -196,9 +196,9 @@ class Ring:
         for name, x in (("max_q", given[1]), ("max_k", given[2])):
             if name in names:
                 new[names.index(name)] = tensor(x).shape[ROWS]
-        made = self._call(self.node.target, tuple(new), self.node.name, **kwargs)
-        found = [self._call(operator.getitem, (made, at), self.node.name) for at in range(3)]
-        return [self._cast(x, tensor(given[5]).dtype) for x in found]
+        backward = self._call(self.node.target, tuple(new), self.node.name, **kwargs)
+        gradients = [self._call(operator.getitem, (backward, at), self.node.name) for at in range(3)]
+        return [self._cast(x, tensor(given[5]).dtype) for x in gradients]
 
     # -- what both are made of ----------------------------------------------------------------------------------------
     def _passed_on(self, values: Sequence[fx.Node]) -> list[fx.Node]:

@@ -69,14 +69,14 @@ class _Builder:
 
     def dims(self, shape: Sequence[int], labels: Sequence[Label | None]) -> Dims:
         """Return one label for each dimension; None, and any label of a dimension of size 1, is no label."""
-        made: list[tuple[Label, ...]] = []
+        dims: list[tuple[Label, ...]] = []
         for size, label in zip(shape, labels, strict=True):
             if label is None or size == 1:
-                made.append(())
+                dims.append(())
             else:
                 self.sizes[label] = size
-                made.append((label,))
-        return tuple(made)
+                dims.append((label,))
+        return tuple(dims)
 
     def rule(
         self,
@@ -104,9 +104,9 @@ def operands_of(node: fx.Node) -> list[fx.Node]:
     """Return the tensors that an operator reads, in the order of its arguments; one that it reads twice is listed
     twice. (Sizes are left out.)
     """
-    found: list[fx.Node] = []
-    fx.node.map_arg((node.args, node.kwargs), found.append)
-    return [n for n in found if not is_symbolic(value(n))]
+    nodes: list[fx.Node] = []
+    fx.node.map_arg((node.args, node.kwargs), nodes.append)
+    return [n for n in nodes if not is_symbolic(value(n))]
 
 
 def rule_of(node: fx.Node) -> Rule | None:
@@ -117,11 +117,11 @@ def rule_of(node: fx.Node) -> Rule | None:
         return None
     builder = _Builder(node)
     fakes = [value(n) for n in builder.operands]
-    given = value(node)
-    made = given if isinstance(given, (tuple, list)) else (given,)
+    result = value(node)
+    results = result if isinstance(result, (tuple, list)) else (result,)
     if node.target in ATTENTION:  # (its results include lengths, and None for results that are not computed)
-        made = tuple(v for v in made if isinstance(v, torch.Tensor))
-    if not all(isinstance(v, torch.Tensor) for v in (*fakes, *made)):
+        results = tuple(v for v in results if isinstance(v, torch.Tensor))
+    if not all(isinstance(v, torch.Tensor) for v in (*fakes, *results)):
         return None
     maker = _RULES.get(node.target) or _NAMED.get(node.target._schema.name)
     if maker is None and (torch.Tag.pointwise in node.target.tags or node.target in _POINTWISE):
@@ -306,11 +306,11 @@ def _view(b: _Builder) -> Rule | None:
         one[i - 1].append(label)
         other[j - 1].append(label)
         left, right = left // size, right // size
-    kept = {x for dim in one for x in dim} & {x for dim in other for x in dim}
+    common = {x for dim in one for x in dim} & {x for dim in other for x in dim}
     whole: list[Label] = []
     for dims, shape in ((one, before), (other, after)):
         for k, dim in enumerate(dims):
-            dims[k] = [x for x in dim if x in kept]
+            dims[k] = [x for x in dim if x in common]
             if math.prod(b.sizes[x] for x in dims[k]) != shape[k]:
                 dims[k] = []  # (part of it has no label)
     return b.rule(
@@ -351,8 +351,8 @@ def _squeeze(b: _Builder) -> Rule:
     shape, result = b.shape(0), b.results()[0]
     labels = iter(_named("d", len(shape)))
     long = [next(labels) if size != 1 else None for size in shape]
-    kept = iter([x for x in long if x is not None])
-    after = [next(kept) if size != 1 else None for size in result]
+    long_labels = iter([x for x in long if x is not None])
+    after = [next(long_labels) if size != 1 else None for size in result]
     return b.rule([b.dims(shape, long)], [b.dims(result, after)], linear=(0,))
 
 
@@ -369,8 +369,8 @@ def _without_dim(b: _Builder) -> Rule:
     dim = int(argument(b.node, at, 0 if b.node.target is aten.unbind.int else -1)) % len(shape)
     labels: list[Label | None] = list(_named("d", len(shape)))
     labels[dim] = None
-    kept = labels[:dim] + labels[dim + 1 :] if b.node.target in (aten.select.int, aten.unbind.int) else labels
-    return b.rule([b.dims(shape, labels)], [b.dims(r, kept) for r in b.results()])
+    result_labels = labels[:dim] + labels[dim + 1 :] if b.node.target in (aten.select.int, aten.unbind.int) else labels
+    return b.rule([b.dims(shape, labels)], [b.dims(r, result_labels) for r in b.results()])
 
 
 def _pieces(b: _Builder, whole: int, starts: Sequence[int], sizes: Sequence[int]) -> tuple[Label, Label] | None:
@@ -390,22 +390,22 @@ def _cut(b: _Builder, dim: int, starts: Sequence[int], results: Sequence[tuple[i
     labels: list[Label | None] = list(_named("d", len(shape)))
     labels[dim] = None
     before = list(b.dims(shape, labels))
-    found = _pieces(b, shape[dim], starts, [r[dim] for r in results])
+    pieces = _pieces(b, shape[dim], starts, [r[dim] for r in results])
     whole: list[Label] = []
-    made = []
-    if found is not None:
-        before[dim] = found
+    result_dims = []
+    if pieces is not None:
+        before[dim] = pieces
         whole.append("chunks")
     for i, result in enumerate(results):
         after = list(b.dims(result, labels))
-        if found is not None:
-            after[dim] = (found[1],)
+        if pieces is not None:
+            after[dim] = (pieces[1],)
             if result[dim] != b.sizes["width"]:
                 b.sizes[f"count{i}"] = result[dim] // b.sizes["width"]
                 whole.append(f"count{i}")
-                after[dim] = (f"count{i}", found[1])
-        made.append(tuple(after))
-    return b.rule([tuple(before)], made, whole=whole, linear=(0,))
+                after[dim] = (f"count{i}", pieces[1])
+        result_dims.append(tuple(after))
+    return b.rule([tuple(before)], result_dims, whole=whole, linear=(0,))
 
 
 @_for(aten.split.Tensor, aten.split_with_sizes.default)
@@ -477,18 +477,18 @@ def _cat(b: _Builder) -> Rule:
     ]
     after = list(b.dims(result, labels))
     whole: list[Label] = []
-    found = (
+    pieces = (
         _pieces(b, result[dim], [], [s[dim] for s in shapes]) if all(len(s) == len(result) for s in shapes) else None
     )
-    if found is not None:
-        after[dim] = found
+    if pieces is not None:
+        after[dim] = pieces
         whole.append("chunks")
         for i, shape in enumerate(shapes):
-            operands[i][dim] = (found[1],)
+            operands[i][dim] = (pieces[1],)
             if shape[dim] != b.sizes["width"]:
                 b.sizes[f"count{i}"] = shape[dim] // b.sizes["width"]
                 whole.append(f"count{i}")
-                operands[i][dim] = (f"count{i}", found[1])
+                operands[i][dim] = (f"count{i}", pieces[1])
     return b.rule([tuple(o) for o in operands], [tuple(after)], whole=whole, linear=tuple(range(len(shapes))))
 
 
@@ -507,12 +507,12 @@ def _reduction(b: _Builder) -> Rule | None:
     labels: list[Label | None] = list(_named("d", len(shape)))
     gone = _reduced(b.node, len(shape)) if b.node.target is not aten.sum.default else list(range(len(shape)))
     if len(result) == len(shape):
-        kept = [None if d in gone else x for d, x in enumerate(labels)]
+        result_labels = [None if d in gone else x for d, x in enumerate(labels)]
     else:
-        kept = [x for d, x in enumerate(labels) if d not in gone]
+        result_labels = [x for d, x in enumerate(labels) if d not in gone]
     how = "max" if b.node.target is aten.amax.default else "sum"
     linear = (0,) if how == "sum" else ()
-    return b.rule([b.dims(shape, labels)], [b.dims(result, kept)], reduction=how, linear=linear)
+    return b.rule([b.dims(shape, labels)], [b.dims(result, result_labels)], reduction=how, linear=linear)
 
 
 @_for(aten.mean.dim, aten.mean.default, aten.any.dim, aten.var_mean.correction, aten.argmax.default)
@@ -522,9 +522,9 @@ def _whole_reduction(b: _Builder) -> Rule:
     labels = _named("d", len(shape))
     gone = _reduced(b.node, len(shape)) if b.node.target is not aten.mean.default else list(range(len(shape)))
     results = b.results()
-    kept = labels if len(results[0]) == len(shape) else [x for d, x in enumerate(labels) if d not in gone]
+    result_labels = labels if len(results[0]) == len(shape) else [x for d, x in enumerate(labels) if d not in gone]
     whole = [labels[d] for d in gone]
-    return b.rule([b.dims(shape, labels)], [b.dims(r, kept) for r in results], whole=whole)
+    return b.rule([b.dims(shape, labels)], [b.dims(r, result_labels) for r in results], whole=whole)
 
 
 @_for(
@@ -612,8 +612,8 @@ def _attention(b: _Builder) -> Rule | None:
         return b.dims(shape, ["b", "h" if alone else None, row, *([None] * (len(shape) - 3))])
 
     names = [a.name for a in b.node.target._schema.arguments]  # type: ignore[union-attr]
-    given = [*zip(names, b.node.args, strict=False), *b.node.kwargs.items()]
-    read = [name for name, arg in given if isinstance(arg, fx.Node)]
+    arguments = [*zip(names, b.node.args, strict=False), *b.node.kwargs.items()]
+    read = [name for name, arg in arguments if isinstance(arg, fx.Node)]
     rows = [_ROWS.get(name) for name in read]
     long = {label: b.shape(read.index(name))[2] for label, name in (("q", "query"), ("k", "key"))}
     heads = {b.shape(read.index(name))[1] for name in ("query", "key")}
@@ -623,9 +623,9 @@ def _attention(b: _Builder) -> Rule | None:
     ]
     if alone and any(len(d) == 4 and not d[1] and b.shape(i)[1] != 1 for i, d in enumerate(operands)):
         return None
-    made = [tuple(map(stand_in, v.shape)) if isinstance(v, torch.Tensor) else () for v in value(b.node)]
+    shapes = [tuple(map(stand_in, v.shape)) if isinstance(v, torch.Tensor) else () for v in value(b.node)]
     backward = "grad_out" in names or "grad_out_" in names
-    results = [dims(r, "k" if backward and i in (1, 2) else "q") for i, r in enumerate(made)]
+    results = [dims(r, "k" if backward and i in (1, 2) else "q") for i, r in enumerate(shapes)]
     if any(not d[0] or (alone and not d[1]) for d in results if len(d) > 2) and 1 not in queries[:2]:
         return None
     # Results without a dimension of heads are lengths, a random state that is not drawn from, or empty.
@@ -663,23 +663,23 @@ def _gather(b: _Builder) -> Rule | None:
             labels[d] = None
     rows = ["rows" if d == dim else x for d, x in enumerate(labels)]
     operands = [b.dims(s, labels if i else rows) for i, s in enumerate(shapes)]
-    made = labels if b.node.target is aten.gather.default else rows
-    return b.rule(operands, [b.dims(r, made) for r in b.results()], whole=["rows"])
+    result_labels = labels if b.node.target is aten.gather.default else rows
+    return b.rule(operands, [b.dims(r, result_labels) for r in b.results()], whole=["rows"])
 
 
 @_for(aten.index.Tensor)
 def _index(b: _Builder) -> Rule | None:
     """Return the rule of indexing one dimension by one tensor; the other dimensions keep their labels."""
-    given = list(argument(b.node, 1))
-    used = [d for d, i in enumerate(given) if i is not None]
+    indices = list(argument(b.node, 1))
+    used = [d for d, i in enumerate(indices) if i is not None]
     shape = b.shape(0)
-    if len(used) != 1 or value(given[used[0]]).dtype is torch.bool:
+    if len(used) != 1 or value(indices[used[0]]).dtype is torch.bool:
         return None
     labels: list[Label | None] = list(_named("d", len(shape)))
     places = _named("i", len(b.shape(1)))
     read = [None if d == used[0] else x for d, x in enumerate(labels)]
-    made = [*read[: used[0]], *places, *read[used[0] + 1 :]]
-    return b.rule([b.dims(shape, read), b.dims(b.shape(1), list(places))], [b.dims(b.results()[0], made)])
+    result_labels = [*read[: used[0]], *places, *read[used[0] + 1 :]]
+    return b.rule([b.dims(shape, read), b.dims(b.shape(1), list(places))], [b.dims(b.results()[0], result_labels)])
 
 
 @_for(aten.index_put.default)
@@ -721,10 +721,10 @@ RANKS = "ranks"
 
 
 def _pieces_of_ranks(b: _Builder, shape: Sequence[int], ranks: int, label: Label = RANKS) -> Dims:
-    made = list(b.dims(shape, _named("d", len(shape))))
+    dims = list(b.dims(shape, _named("d", len(shape))))
     b.sizes[label], b.sizes["d0"] = ranks, shape[0] // ranks
-    made[0] = (label, "d0") if b.sizes["d0"] > 1 else (label,)
-    return tuple(made)
+    dims[0] = (label, "d0") if b.sizes["d0"] > 1 else (label,)
+    return tuple(dims)
 
 
 @_for(collectives.ALL_GATHER)
