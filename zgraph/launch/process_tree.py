@@ -23,7 +23,7 @@ def mark() -> str:
 def tree(name: str, leader: int | None = None) -> set[int]:
     """Return the running processes whose environment has the variable `name`, those of the process group `leader`, and their
     descendants."""
-    entry, found, parents = f"\0{name}=".encode(), set[int](), dict[int, int]()
+    entry, pids, parents = f"\0{name}=".encode(), set[int](), dict[int, int]()
     for folder in _PROC.glob("[0-9]*"):
         pid = int(folder.name)
         with contextlib.suppress(OSError):  # (it has ended, or is another user's)
@@ -32,10 +32,10 @@ def tree(name: str, leader: int | None = None) -> set[int]:
                 continue
             parents[pid] = int(parent)
             if int(group) == leader or entry in b"\0" + (folder / "environ").read_bytes():
-                found.add(pid)
-    while more := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found
+                pids.add(pid)
+    while more := {pid for pid, parent in parents.items() if parent in pids} - pids:
+        pids |= more
+    return pids
 
 
 def send(pids: set[int], number: int) -> None:

@@ -55,8 +55,8 @@ class _Node:
     def left(self) -> set[int]:
         """Return the processes of the command that still run: itself, and all that it has started."""
         running = self.process.poll() is None
-        found = tree(self._mark, self.process.pid if running else None)
-        return found | {self.process.pid} if running else found
+        pids = tree(self._mark, self.process.pid if running else None)
+        return pids | {self.process.pid} if running else pids
 
     def ask(self) -> None:
         """Send SIGTERM to the command's process group, to let it end what it has started; if the command has ended, to
