@@ -569,6 +569,27 @@ def test_commands_that_need_the_model_refuse_a_bundle(command, tmp_path):
     assert f"zgraph {command} needs the model" in refused(command, tmp_path, *out)
 
 
+class Stopped(Exception):
+    """Ends a command that has made its batch."""
+
+
+@pytest.mark.parametrize(
+    "command, function", [("verify", "zgraph.api.verify.verify"), ("bisect", "zgraph.inspection.bisect.bisect")]
+)
+def test_ranks_that_divide_work_see_the_same_rows(command, function, plan, monkeypatch):
+    rows = []
+
+    def seen(model, plan, world, inputs, *args, **kwargs):
+        rows.append(len(inputs[0]))
+        raise Stopped
+
+    monkeypatch.setattr(function, seen)
+    path = plan('backend = "eager"\ntensor_parallel = "auto"\n[mesh]\ndp = 2\ntp = 2\n')
+    ended = zgraph(command, SMALL, "--plan", path, "--world", 4)
+    assert isinstance(ended.exception, Stopped), ended.output
+    assert rows == [8]  # (of two data-parallel ranks, with the target's four each)
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 def test_a_full_disk_is_an_error(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["zgraph", "passes"])

@@ -309,13 +309,21 @@ def _aliases(module: nn.Module, graph: fx.Graph) -> dict[str, tuple[str, ...]]:
     aliases = {n: every for n, every in names.items() if every[1:]}
     first = {id(child): n for n, child in module.named_modules()}
     for path in {module_of(node.meta) for node in graph.nodes} - names.keys():
-        inner: Any = module
-        for part in path.split("."):
-            with contextlib.suppress(LookupError, TypeError, ValueError):
-                inner = getattr(inner, part) if hasattr(inner, part) else inner[int(part) if part.isdigit() else part]
+        inner = _at(module, path)
         if id(inner) in first and inner is not module:
             aliases[path] = names[first[id(inner)]]
     return aliases
+
+
+def _at(module: nn.Module, path: str) -> Any:
+    """Return what is at a path of attributes and items, None if nothing is."""
+    inner: Any = module
+    try:
+        for part in path.split("."):
+            inner = getattr(inner, part) if hasattr(inner, part) else inner[int(part) if part.isdigit() else part]
+    except (LookupError, TypeError, ValueError):
+        return None
+    return inner
 
 
 def _roles(given: Sequence[Any], fakes: Fakes, args: Any, kwargs: Any) -> list[FlatInput]:

@@ -66,7 +66,7 @@ def bisect(
 
     from zgraph.inspection.bisect import bisect as run
 
-    inputs = batch_of_all(loaded_target.inputs, ranks)
+    inputs = batch_of_all(loaded_target.inputs, the_plan.data_ranks(ranks))
     with progress(f"running {target} after each pass on {ranks} virtual ranks"):
         bisection = run(loaded_target.model, the_plan, ranks, inputs, bound=bound)
     give(bisection.to_json(), text_of(bisection), as_json, output)
