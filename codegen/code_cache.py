@@ -44,9 +44,11 @@ class Code:
     calls: tuple[tuple[int, int], ...]
 
     @staticmethod
-    def of(made: Executable, record: inductor_code.CodeRecord) -> Code:
+    def of(executable: Executable, record: inductor_code.CodeRecord) -> Code:
         """Return the code of an executable that was just compiled."""
-        return Code(made.source, made.strides, record, made.kernels, made.library, made.calls)
+        return Code(
+            executable.source, executable.strides, record, executable.kernels, executable.library, executable.calls
+        )
 
 
 class CodeCache:

@@ -61,9 +61,9 @@ def _large(node: fx.Node) -> bool:
     return _worth(output, [*map(largest, output.shape)], largest(inner))
 
 
-def _worth(made: torch.Tensor, shape: Sequence[int], inner: int) -> bool:
+def _worth(result: torch.Tensor, shape: Sequence[int], inner: int) -> bool:
     """Return whether oneDNN computes a product of this result, shape and inner dimension faster."""
-    if made.dtype is not torch.float32 or made.device.type != "cpu":
+    if result.dtype is not torch.float32 or result.device.type != "cpu":
         return False
     return min(*shape, inner) >= THIN and 2 * math.prod(shape) * inner >= MIN_FLOP
 

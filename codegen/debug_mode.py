@@ -124,7 +124,7 @@ class _Checked:
         run_node_by_node(self.ready, inputs, seen)
         return plain_values
 
-    def _compare(self, found: dict[str, Any], results: Sequence[Any], inputs: list[tuple[fx.Node, Any, Any]]) -> None:
+    def _compare(self, plain: dict[str, Any], results: Sequence[Any], inputs: list[tuple[fx.Node, Any, Any]]) -> None:
         """Raise `WrongValueError` for the first node, in the program's order, whose value differs from what plain
         operators give."""
         mine = dict(self.observed)
@@ -134,10 +134,10 @@ class _Checked:
                 mine.setdefault(node.name, result)
             if port.role is OutputRole.SAVED:
                 loose.add(node.name)
-        norm = norm_of(found.values())
+        norm = norm_of(plain.values())
         for node in self.ready.graph.nodes:
-            if node.name in mine and node.name in found:
-                compared = compare(self.program, node, mine[node.name], found[node.name], norm, node.name in loose)
+            if node.name in mine and node.name in plain:
+                compared = compare(self.program, node, mine[node.name], plain[node.name], norm, node.name in loose)
                 _refuse_value(self.program, node, compared)
         for node, now, expected in inputs:
             if any(mutates(u) for u in node.users) and isinstance(now, torch.Tensor) and now is not expected:

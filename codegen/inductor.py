@@ -106,9 +106,9 @@ class SizedFunction:
         how: _How,
         at: tuple[int, ...],
         names: tuple[str, ...],
-        made: list[tuple[Callable[..., bool], Callable[[list[Any]], Sequence[Any]]]],
+        functions: list[tuple[Callable[..., bool], Callable[[list[Any]], Sequence[Any]]]],
     ) -> None:
-        self.program, self.how, self.at, self.names, self.made = program, how, at, names, made
+        self.program, self.how, self.at, self.names, self.made = program, how, at, names, functions
 
     def __call__(self, values: list[Any]) -> Sequence[Any]:
         point = [values[at] for at in self.at]
@@ -187,11 +187,11 @@ def _generated(ready: Program, held: list[fx.Node], fixed: list[int], how: _How)
     return _of_graph(ready.module, ready, held, fixed, how)
 
 
-def _of_sections(ready: Program, found: list[Section], how: _How) -> tuple[GeneratedCode, str, list[Any]]:
+def _of_sections(ready: Program, sections: list[Section], how: _How) -> tuple[GeneratedCode, str, list[Any]]:
     codes: dict[str, GeneratedCode] = {}
     strides: dict[fx.Node, Any] = {}
     chosen: dict[str, list[Any]] = {}
-    for section in found:
+    for section in sections:
         if section.key not in codes:
             module, at = section.module(ready.module), section.names()
             by_name = {n.name: n for n in module.graph.nodes}
@@ -206,7 +206,7 @@ def _of_sections(ready: Program, found: list[Section], how: _How) -> tuple[Gener
                 inductor_code.record_of(compiled),
             )
         strides.update(zip(section.gives, chosen[section.key], strict=True))
-    joined = join(ready, found, codes)
+    joined = join(ready, sections, codes)
     outputs = [strides.get(n) or tuple(n.meta["val"].stride()) for n in ready.output_values()]
     return joined, joined.source, outputs
 

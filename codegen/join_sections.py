@@ -42,7 +42,7 @@ class GeneratedCode:
     record: CodeRecord | None  # what another process needs to load the code; None where it can't
 
 
-def join(program: Program, found: Sequence[Section], codes: Mapping[str, GeneratedCode]) -> GeneratedCode:
+def join(program: Program, sections: Sequence[Section], codes: Mapping[str, GeneratedCode]) -> GeneratedCode:
     """Return the code of `program` (ready for code generation), joined from its sections' codes by key. Raises
     `UnknownFormError`."""
     top = _Definitions()
@@ -53,7 +53,7 @@ def join(program: Program, found: Sequence[Section], codes: Mapping[str, Generat
     written: set[int] = set()
     lines = [f"{_listed(variables.values())} = args", "args.clear()"]
     shifted: set[fx.Node] = set()  # values that may begin within a buffer, at any alignment
-    for section in found:
+    for section in sections:
         body, code = bodies[section.key], codes[section.key]
         for node in (section.takes[at] for at in code.inputs_to_check):
             if node in shifted:

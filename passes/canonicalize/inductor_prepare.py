@@ -90,8 +90,8 @@ def _tell(node: fx.Node) -> None:
     )
 
 
-def _keep_operands(program: Program, node: fx.Node, wanted: list[_Form], made: dict[Any, fx.Node]) -> None:
-    """Let a node read each value with the dtype and the strides that it was captured for; `made` are the casts and
+def _keep_operands(program: Program, node: fx.Node, wanted: list[_Form], inserted: dict[Any, fx.Node]) -> None:
+    """Let a node read each value with the dtype and the strides that it was captured for; `inserted` are the casts and
     copies inserted so far.
     """
     operands = _operands(node)
@@ -101,14 +101,14 @@ def _keep_operands(program: Program, node: fx.Node, wanted: list[_Form], made: d
         return
     for operand, (dtype, strides) in dict(zip(operands, wanted, strict=True)).items():
         phase = info(operand if has_info(operand) and (_backward(operand) or node.op == "output") else node).phase
-        read = made.get((operand, dtype, strides, phase), operand)
+        read = inserted.get((operand, dtype, strides, phase), operand)
         with program.graph.inserting_before(node):
             if dtype is not None and tensor(read).dtype is not dtype:
                 read = _cast(program, read, dtype, phase)
             if strides is not None and not has_strides(tensor(read), strides):
                 read = _laid_out(program, read, strides, phase)
         if read is not operand:
-            made[operand, dtype, strides, phase] = read
+            inserted[operand, dtype, strides, phase] = read
             node.replace_input_with(operand, read)
 
 

@@ -127,12 +127,12 @@ def _shown(rows: torch.Tensor) -> torch.Tensor | None:
     return shown if bool((shown | hidden).all()) else None
 
 
-def _rows(program: Program, mask: fx.Node, made: list[fx.Node]) -> Iterator[tuple[int, torch.Tensor]]:
+def _rows(program: Program, mask: fx.Node, nodes: list[fx.Node]) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield a mask's rows, some at a time, each time with the index of the first of them. Raises `_TooLarge`."""
-    axes = Axes(program, made)
+    axes = Axes(program, nodes)
     dims = axes.shape(mask)[-2]
     queries = tensor(mask).shape[-2]
-    shapes = [dim for n in made for shape in axes.shapes(n) for dim in shape]
+    shapes = [dim for n in nodes for shape in axes.shapes(n) for dim in shape]
     if len(dims) != 1 or any(dims[0] in dim and len(dim) != 1 for dim in shapes):
         yield 0, _Values(axes, None).value(mask, None, {})
         return

@@ -214,9 +214,9 @@ class _Narrowed:
                 new_node.meta.setdefault(key, note)
         return new_node
 
-    def _refresh(self, made: fx.Node) -> None:
-        """Evaluate anew every node that depends on `made`: its strides can differ from those of the value it replaces."""
-        changed = {made}
+    def _refresh(self, narrowed: fx.Node) -> None:
+        """Evaluate anew every node that depends on `narrowed`: its strides can differ from those of the value it replaces."""
+        changed = {narrowed}
         for node in self.program.graph.nodes:
             if node.op == "call_function" and not changed.isdisjoint(node.all_input_nodes):
                 node.meta["val"] = self.program.evaluate(node)

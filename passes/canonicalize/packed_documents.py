@@ -122,13 +122,13 @@ def _drops(node: fx.Node) -> bool:
     return any(node.args[first : first + 2])
 
 
-def _fits(found: _Shown, node: fx.Node, mask: fx.Node) -> bool:
+def _fits(shown: _Shown, node: fx.Node, mask: fx.Node) -> bool:
     """Return whether the mask is for as many keys as queries, and has no rows or those of the batch."""
     at = 0 if node.target is _FORWARD else 1
     queries, keys = (_size(node.args[i], _QUERIES) for i in (at, at + 1))
     if tensor(mask).dim() not in (2, 4) or not queries == keys == _size(mask, _KEYS) == _size(mask, _QUERIES):
         return False
-    return found.rows in (None, _ROWS)
+    return shown.rows in (None, _ROWS)
 
 
 def _size(node: Any, dim: int) -> Any:
@@ -208,14 +208,14 @@ def _leaf(node: fx.Node) -> _Meaning:
     return _Numbers(node, -2 if kind.dim() == 2 else None, -1)
 
 
-def _moved(found: _Meaning, to: Callable[[int], int | None]) -> _Meaning:
+def _moved(meaning: _Meaning, to: Callable[[int], int | None]) -> _Meaning:
     """Return positions or numbers with their dimensions moved by `to`; None if one of them is gone."""
-    if isinstance(found, _Places):
-        dim = to(found.dim)
+    if isinstance(meaning, _Places):
+        dim = to(meaning.dim)
         return _Places(dim) if dim is not None else None
-    if isinstance(found, _Numbers):
-        dim, rows = to(found.dim), to(found.rows) if found.rows is not None else None
-        return _Numbers(found.of, rows, dim) if dim is not None and (rows is None) == (found.rows is None) else None
+    if isinstance(meaning, _Numbers):
+        dim, rows = to(meaning.dim), to(meaning.rows) if meaning.rows is not None else None
+        return _Numbers(meaning.of, rows, dim) if dim is not None and (rows is None) == (meaning.rows is None) else None
     return None
 
 

@@ -147,10 +147,10 @@ class QuantizedTransfer:
         came = self.program.call(collectives.WAIT, (start,), self.waits, name=f"{start.name}_here")
         return self._layout(target, (came, *self.told, self.ranks, shape, self.like.dtype), "back")
 
-    def _replace(self, start: fx.Node, found: fx.Node) -> None:
-        """Replace the wait by `found`; `start` gets the name of the old start, which is the transfer's."""
+    def _replace(self, start: fx.Node, result: fx.Node) -> None:
+        """Replace the wait by `result`; `start` gets the name of the old start, which is the transfer's."""
         name = self.start.name
-        self.wait.replace_all_uses_with(found)
+        self.wait.replace_all_uses_with(result)
         self.program.graph.erase_node(self.wait)
         self.program.graph.erase_node(self.start)
         start.name = name

@@ -283,9 +283,9 @@ def _fill(program: Program) -> None:
         region = [n for n in region if n not in needed]
 
 
-def _wait_late(made: fx.Node, user: fx.Node) -> None:
+def _wait_late(new_node: fx.Node, user: fx.Node) -> None:
     """Move a sum's wait, and what follows it, before its first reader, so that other nodes run meanwhile."""
-    late = [made]
+    late = [new_node]
     while not collectives.is_wait(late[0]):
         late.insert(0, late[0].all_input_nodes[0])
     for node in late:

@@ -251,10 +251,10 @@ class _Decider:
         expanded = expand(self.program, node, expansion, self.placements.note, self._stand_for)
         return before.next if expanded else None
 
-    def _stand_for(self, made: fx.Node, old: fx.Node) -> None:
-        self.axes.merge(made, old)
+    def _stand_for(self, node: fx.Node, old: fx.Node) -> None:
+        self.axes.merge(node, old)
         if old in self.wanted:
-            self.wanted[made] = self.wanted[old]
+            self.wanted[node] = self.wanted[old]
 
     def _way(self, node: fx.Node) -> Strategy:
         operands = operands_of(node)

@@ -102,16 +102,16 @@ def _is_own(program: Program, port: Port, dim: str) -> bool:
     return division is not None and division.mesh_dim == dim
 
 
-def _worthwhile(found: list[Crossing]) -> list[Crossing]:
+def _worthwhile(crossings: list[Crossing]) -> list[Crossing]:
     """Return all but the smallest of these values, in their order."""
-    room = SMALL * sum(most_bytes(c.root) for c in found)
+    room = SMALL * sum(most_bytes(c.root) for c in crossings)
     small: set[Crossing] = set()
-    for crossing in sorted(found, key=lambda c: most_bytes(c.root)):
+    for crossing in sorted(crossings, key=lambda c: most_bytes(c.root)):
         room -= most_bytes(crossing.root)
         if room < 0:
             break
         small.add(crossing)
-    return [c for c in found if c not in small]
+    return [c for c in crossings if c not in small]
 
 
 def _partition(program: Program, crossing: Crossing, position: fx.Node, options: PartitionOptions, ranks: int) -> Move:

@@ -66,11 +66,11 @@ class Placements:
         self.captured[node] = value(node)
         self.arguments[node] = node.args, node.kwargs
 
-    def stands_for(self, made: fx.Node, node: fx.Node, results: list[Placement]) -> None:
+    def stands_for(self, new_node: fx.Node, node: fx.Node, results: list[Placement]) -> None:
         """Note that a new node has the value of another, in these placements."""
-        self.of_results[made] = results
-        self.axes.alias(made, node)
-        self.captured[made] = self.captured[node]
+        self.of_results[new_node] = results
+        self.axes.alias(new_node, node)
+        self.captured[new_node] = self.captured[node]
 
     def divides(self, axis: Axis) -> bool:
         """Return whether the ranks can have equal pieces of an axis."""

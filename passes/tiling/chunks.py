@@ -71,15 +71,15 @@ def sort(
         region -= early
 
 
-def _small_sums(made: Sorted, small: int) -> set[fx.Node]:
+def _small_sums(region: Sorted, small: int) -> set[fx.Node]:
     """Return the sums over rows of values with no more than `small` elements, with all nodes of the region that they
     are made of.
     """
     sums: set[fx.Node] = set()
-    for share in made.shares:
+    for share in region.shares:
         of, stack = {share}, [share]
         while stack:
-            new = [o for o in stack.pop().all_input_nodes if o in made.nodes and o not in of]
+            new = [o for o in stack.pop().all_input_nodes if o in region.nodes and o not in of]
             of.update(new)
             stack += new
         if all(elements(o) <= small for n in of for o in (n, *n.all_input_nodes)):
@@ -127,10 +127,10 @@ def _sort(program: Program, axes: Axes, region: Collection[fx.Node], axis: Axis,
     return sorted_nodes
 
 
-def _first_in_the_way(node: fx.Node, made: Sorted, region: Collection[fx.Node]) -> fx.Node:
+def _first_in_the_way(node: fx.Node, sorted_nodes: Sorted, region: Collection[fx.Node]) -> fx.Node:
     """Return the operator that needs all rows, given a node that depends on it."""
     while True:
-        before = next((o for o in node.all_input_nodes if o in made.late and o in region), None)
+        before = next((o for o in node.all_input_nodes if o in sorted_nodes.late and o in region), None)
         if before is None:
             return node
         node = before

@@ -167,10 +167,10 @@ class _Run:
         with restored(self.states, self.device):
             return function(_copies(self.inputs))
 
-    def _first(self, found: dict[str, Any]) -> Suspect | None:
+    def _first(self, values: dict[str, Any]) -> Suspect | None:
         for node in self.program.graph.nodes:
-            if node.name in found and node.name in self.plain:
-                compared = compare(self.program, node, found[node.name], self.plain[node.name], self.norm, True)
+            if node.name in values and node.name in self.plain:
+                compared = compare(self.program, node, values[node.name], self.plain[node.name], self.norm, True)
                 if not compared.ok:
                     return _suspect(self.program, node, compared)
         return None

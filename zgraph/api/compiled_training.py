@@ -326,8 +326,8 @@ class _Training:
         low: torch.dtype | None = self.plan.resolved_precision().dtype("compute")
         return low
 
-    def _note(self, made: Difference) -> None:
-        self.found.append((len(self.found), replace(made, phase=self.phase)))
+    def _note(self, difference: Difference) -> None:
+        self.found.append((len(self.found), replace(difference, phase=self.phase)))
 
     def compare(self, what: str, name: str, mine: Any, plain: Any, **options: Any) -> None:
         """Record how far two tensors are apart; see `zgraph.program.tolerance.difference`."""

@@ -28,12 +28,12 @@ class Step(Protocol):
     def parts(self, variant: Variant = ...) -> Parts: ...
 
 
-def lacking(beside: Sequence[S], variant: Variant, made: Callable[[S], bool]) -> list[S]:
+def lacking(beside: Sequence[S], variant: Variant, is_made: Callable[[S], bool]) -> list[S]:
     """Return those of the programs that run beside each other that still have to make what a variant needs.
 
     Raises `RankMismatchError` where their collectives differ in this variant.
     """
-    lacking_steps = [one for one in beside if not made(one)]
+    lacking_steps = [one for one in beside if not is_made(one)]
     if lacking_steps and len(beside) > 1:
         refuse_unlike(beside, variant)
     return lacking_steps

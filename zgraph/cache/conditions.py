@@ -110,9 +110,9 @@ def conditions(device: torch.device) -> dict[str, Any]:
     }
 
 
-def key_of(found: dict[str, Any]) -> str:
+def key_of(table: dict[str, Any]) -> str:
     """Return the hash of conditions."""
-    return hashed(json.dumps(found, sort_keys=True))
+    return hashed(json.dumps(table, sort_keys=True))
 
 
 @functools.cache

@@ -84,13 +84,13 @@ class LossOperators(TorchDispatchMode):
             self._note(self.graph.placeholder(f"given_{len(self._nodes)}"), tensor)
         return self._nodes[id(tensor)]
 
-    def _note(self, node: fx.Node, made: Any) -> None:
+    def _note(self, node: fx.Node, value: Any) -> None:
         like = lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")  # noqa: E731
-        node.meta["val"] = pytree.tree_map(lambda leaf: like(leaf) if isinstance(leaf, torch.Tensor) else leaf, made)
+        node.meta["val"] = pytree.tree_map(lambda leaf: like(leaf) if isinstance(leaf, torch.Tensor) else leaf, value)
         set_info(node, NodeInfo(Phase.FORWARD))
-        if isinstance(made, torch.Tensor):
-            self._nodes[id(made)] = node
-            self._held.append(made)
+        if isinstance(value, torch.Tensor):
+            self._nodes[id(value)] = node
+            self._held.append(value)
 
     def refuse_other_dimensions(self, output: Any, others: Any, size: int) -> None:
         """Raise `StepError` for a tensor among the loss function's `others` that was cut on dimension 0 although it is no part of the batch:

@@ -145,20 +145,20 @@ def _with_attributes(real: torch.Tensor, fake: torch.Tensor) -> torch.Tensor:
     return fake
 
 
-def _mapped(function: Callable[[Any], Any], value: Any, made: dict[int, Any]) -> Any:
+def _mapped(function: Callable[[Any], Any], value: Any, copies: dict[int, Any]) -> Any:
     """Apply a function to a tree's leaves; a list or dict that occurs twice stays one object. (`pytree.tree_map` makes
     two.)"""
-    if id(value) in made:
-        return made[id(value)]
+    if id(value) in copies:
+        return copies[id(value)]
     if type(value) is tuple:
-        return tuple(_mapped(function, v, made) for v in value)
+        return tuple(_mapped(function, v, copies) for v in value)
     if type(value) is list:
-        items = made[id(value)] = []
-        items += [_mapped(function, v, made) for v in value]
+        items = copies[id(value)] = []
+        items += [_mapped(function, v, copies) for v in value]
         return items
     if type(value) is dict:
-        table = made[id(value)] = {}
-        table |= {k: _mapped(function, v, made) for k, v in value.items()}
+        table = copies[id(value)] = {}
+        table |= {k: _mapped(function, v, copies) for k, v in value.items()}
         return table
     if isinstance(value, torch.Size):  # (it would become a plain tuple, which forward may tell from it)
         return value

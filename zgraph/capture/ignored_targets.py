@@ -57,10 +57,10 @@ class LossesSeen(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def ignored_of(found: Collection[Ignores]) -> int:
+def ignored_of(ignores: Collection[Ignores]) -> int:
     """Return the one target that does not count; -100 where no loss of torch's was seen. Raises `StepError` where
     losses differ, or weigh classes."""
-    ids = sorted({number for number, _ in found})
+    ids = sorted({number for number, _ in ignores})
     if len(ids) > 1:
         raise StepError(
             f"the model's losses ignore different targets: {', '.join(map(str, ids))}",
@@ -68,7 +68,7 @@ def ignored_of(found: Collection[Ignores]) -> int:
             why="by token each micro-batch counts by its targets, and they leave out different ones",
             hint='give all losses one ignore_index; or loss_average="batch"',
         )
-    if any(weighted for _, weighted in found):
+    if any(weighted for _, weighted in ignores):
         raise StepError(
             "a loss that weighs classes can't be averaged by token",
             where="loss_average",

@@ -303,7 +303,7 @@ class Family:
                 where.setdefault(name, place)
         return sizes
 
-    def _check(self, place: Place, size: int, declared: Size, found: dict[str, int], where: dict[str, Place]) -> None:
+    def _check(self, place: Place, size: int, declared: Size, sizes: dict[str, int], where: dict[str, Place]) -> None:
         path = self.paths[place[0]]
         if declared.max is not None and size > declared.max:
             raise SignatureError(
@@ -317,10 +317,10 @@ class Family:
                 where=f"dimension {place[1]} of {path}",
                 hint="leave such a batch out",
             )
-        if found.get(declared.name, size) != size:
+        if sizes.get(declared.name, size) != size:
             other = where[declared.name]
             raise SignatureError(
-                f"size {declared.name!r} is {found[declared.name]} and {size} in one call",
+                f"size {declared.name!r} is {sizes[declared.name]} and {size} in one call",
                 where=f"dimension {other[1]} of {self.paths[other[0]]}, dimension {place[1]} of {path}",
                 hint="sizes of one name are equal in every call; give them two names",
             )

@@ -60,13 +60,13 @@ def owned(
 
 
 def _beside(
-    value: torch.Tensor, values: Sequence[torch.Tensor], made: Sequence[torch.Tensor], transferred: bool
+    value: torch.Tensor, values: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], transferred: bool
 ) -> bool:
-    """Return whether only other `values` share the memory of `value`, and none of those already in `made` overlaps it."""
+    """Return whether only other `values` share the memory of `value`, and none of those already in `tensors` overlaps it."""
     here, mine = address(value), span(value)
     sharing = {id(v) for v in values if address(v) == here}
     known = transferred or tensor_storage.holders(value) == len(sharing)
-    return known and not any(overlap(mine, span(m)) for m in made)
+    return known and not any(overlap(mine, span(m)) for m in tensors)
 
 
 @dataclass(frozen=True)

@@ -112,11 +112,11 @@ def _kind(choice: Choice) -> tuple[object, ...]:
     return tuple(sorted({(re.sub(r"\d+", "*", n), d.dim, d.blocks) for n, d in choice.divisions.items()}))
 
 
-def _fastest(joint: Program, found: list[Choice], plan: Plan, costs: Costs) -> dict[str, Division]:
+def _fastest(joint: Program, choices: list[Choice], plan: Plan, costs: Costs) -> dict[str, Division]:
     """Divide every parameter that can be; among several ways take the one that is simulated to be the fastest, the same
     for equal layers."""
     kinds: dict[tuple[object, ...], list[Choice]] = {}
-    for choice in found:
+    for choice in choices:
         kinds.setdefault(_kind(choice), []).append(choice)
     left = sorted(kinds.values(), key=lambda c: (-sum(x.nbytes(joint.params) for x in c), _blocks(c)))
     chosen: list[Choice] = []
@@ -165,7 +165,7 @@ def _own_table(module: nn.Module) -> dict[str, str]:
 
 
 def _by_table(
-    joint: Program, found: list[Choice], rows: Mapping[str, str], module: nn.Module, ranks: int, own: bool
+    joint: Program, choices: list[Choice], rows: Mapping[str, str], module: nn.Module, ranks: int, own: bool
 ) -> dict[str, Division]:
     uses = uses_of(joint, Axes(joint))
     parameters = joint.input_nodes(InputRole.PARAMETER)
@@ -189,7 +189,7 @@ def _by_table(
         for name in sorted(matched):
             if role is None or name not in parameters:
                 continue
-            division = _division(name, role, found, uses)
+            division = _division(name, role, choices, uses)
             if division is None and len(joint.params[name].shape) > 1 and not own:
                 faults.append(
                     PlanError(
@@ -244,12 +244,14 @@ def _matched(pattern: str, modules: Collection[str], names: Mapping[str, Sequenc
     return {first for first, every in names.items() if any(n.rpartition(".")[0] in chosen or hit(n) for n in every)}
 
 
-def _division(name: str, role: str, found: list[Choice], uses: Mapping[str, Mapping[int, set[str]]]) -> Division | None:
+def _division(
+    name: str, role: str, choices: list[Choice], uses: Mapping[str, Mapping[int, set[str]]]
+) -> Division | None:
     """Return the division of a parameter's dimension with this role that has the fewest blocks, that is, of the
     outermost axis."""
     fits = [
         c.divisions[name]
-        for c in found
+        for c in choices
         if name in c.divisions and role in uses.get(name, {}).get(c.divisions[name].dim, set())
     ]
     return min(fits, key=lambda d: d.blocks, default=None)

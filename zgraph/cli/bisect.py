@@ -86,29 +86,29 @@ def _runtime(target: str, plan: Plan, batch: str | None, output: Path | None, as
         raise typer.Exit(CHECK_FAILED)
 
 
-def text_of_runtime(made: RuntimeBisection) -> str:
+def text_of_runtime(bisection: RuntimeBisection) -> str:
     """Return text with the first node that differs in each program."""
     lines = [
         f"{s.program}: {s.node} is the first value that differs: {s.operator} of {s.module or '(root)'} {s.source}".rstrip()
         + f"\n  relative error {s.error:.3g}, allowed {s.allowed:.3g}"
-        for s in made.suspects
+        for s in bisection.suspects
     ]
-    said = f"backend {made.backend}, programs {', '.join(made.programs)}"
+    said = f"backend {bisection.backend}, programs {', '.join(bisection.programs)}"
     return "\n".join([*lines, said if lines else f"{said}: every value is what plain operators give"])
 
 
-def text_of(made: Bisection) -> str:
+def text_of(bisection: Bisection) -> str:
     """Return text with the passes to blame, the first in detail, and the result of every pass."""
-    where = f"{len(made.stages)} programs on {made.world} virtual rank(s)"
-    lines = [f"{where}: no pass changes numerics"] if made.ok else []
-    for number, culprit in enumerate(made.culprits):
+    where = f"{len(bisection.stages)} programs on {bisection.world} virtual rank(s)"
+    lines = [f"{where}: no pass changes numerics"] if bisection.ok else []
+    for number, culprit in enumerate(bisection.culprits):
         if number == 0:
             lines += [f"{culprit.name} is the first pass that changes numerics, of {where}", *_at_length(culprit)]
         else:
             lines.append(f"also {culprit.name}, in the {culprit.program}: {_said(culprit)}")
-    if made.failure is not None:
-        lines.append(f"no pass was run after that: {made.failure}")
-    rows = [(s.program, s.name, _bits(s), _error(s), "" if _ok(s) else "BAD") for s in made.stages]
+    if bisection.failure is not None:
+        lines.append(f"no pass was run after that: {bisection.failure}")
+    rows = [(s.program, s.name, _bits(s), _error(s), "" if _ok(s) else "BAD") for s in bisection.stages]
     return "\n".join([*lines, "", table(("program", "pass", "bits", "largest error", ""), rows)])
 
 

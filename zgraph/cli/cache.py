@@ -40,23 +40,24 @@ def cache(
         raise typer.Exit(CHECK_FAILED)
 
 
-def _data(store: Store, found: list[Found]) -> dict[str, Any]:
+def _data(store: Store, entries: list[Found]) -> dict[str, Any]:
     rows = [
-        {"file": str(e.path), "bytes": e.size, "kind": e.kind, "fault": e.fault or None, **dict(e.words)} for e in found
+        {"file": str(e.path), "bytes": e.size, "kind": e.kind, "fault": e.fault or None, **dict(e.words)}
+        for e in entries
     ]
     return {"folder": str(store.folder), "entries": rows}
 
 
-def _text(store: Store, found: list[Found]) -> str:
+def _text(store: Store, entries: list[Found]) -> str:
     """Return text with the sizes of each model's programs in the folder, and the damaged entries."""
     groups: dict[tuple[str, str, str], list[int]] = {}
-    for entry in found:
+    for entry in entries:
         if not entry.fault:
             key = (entry.words.get("model", "(shared)"), entry.words.get("program", ""), entry.kind)
             groups.setdefault(key, []).append(entry.size)
-    total = sum(entry.size for entry in found)
-    lines = [f"{store.folder}: {len(found)} entries, {shown_bytes(total)}"]
+    total = sum(entry.size for entry in entries)
+    lines = [f"{store.folder}: {len(entries)} entries, {shown_bytes(total)}"]
     for (model, program, kind), sizes in sorted(groups.items()):
         lines.append(f"  {model:24} {program:12} {kind:8} {len(sizes):5}  {shown_bytes(sum(sizes))}")
-    lines += [f"  damaged: {entry.path}: {entry.fault}" for entry in found if entry.fault]
+    lines += [f"  damaged: {entry.path}: {entry.fault}" for entry in entries if entry.fault]
     return "\n".join(lines)

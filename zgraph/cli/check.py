@@ -67,18 +67,18 @@ def check(
         raise typer.Exit(CHECK_FAILED)
 
 
-def text_of(made: Checked) -> str:
+def text_of(result: Checked) -> str:
     """Return text with the findings, errors first."""
     lines: list[str] = []
     for level in LEVELS:
-        for finding in made.findings:
+        for finding in result.findings:
             if finding.level == level:
                 lines += _told(finding)
-    lines += [f"skipped  {name}: {why}" for name, why in made.skipped.items()]
-    counts = ((level, sum(f.level == level for f in made.findings)) for level in LEVELS)
+    lines += [f"skipped  {name}: {why}" for name, why in result.skipped.items()]
+    counts = ((level, sum(f.level == level for f in result.findings)) for level in LEVELS)
     said = ", ".join(f"{count} {level}{'' if count == 1 else 's'}" for level, count in counts)
-    ranks = "" if made.world is None else f" for {made.world} rank(s)"
-    return "\n".join([*lines, "", f"{said}{ranks}; well: {', '.join(made.passed) or 'nothing'}"])
+    ranks = "" if result.world is None else f" for {result.world} rank(s)"
+    return "\n".join([*lines, "", f"{said}{ranks}; well: {', '.join(result.passed) or 'nothing'}"])
 
 
 def _told(finding: Finding) -> list[str]:

@@ -82,10 +82,10 @@ def _inspected(data: dict[str, Any]) -> str:
     return "\n".join([*lines, "", table(("tensor", "dtype", "shape", "blocks", "bytes"), rows)])
 
 
-def _tag(found: dict[str, Any]) -> tuple[str, ...]:
-    steps = "" if found["steps"] is None else str(found["steps"])
-    size = "" if found["bytes"] is None else shown_bytes(found["bytes"])
-    return found["tag"], steps, size, "latest" if found["latest"] else "damaged" if found["damaged"] else ""
+def _tag(tag: dict[str, Any]) -> tuple[str, ...]:
+    steps = "" if tag["steps"] is None else str(tag["steps"])
+    size = "" if tag["bytes"] is None else shown_bytes(tag["bytes"])
+    return tag["tag"], steps, size, "latest" if tag["latest"] else "damaged" if tag["damaged"] else ""
 
 
 def _ranks(data: dict[str, Any]) -> str | None:
@@ -193,27 +193,27 @@ def compare(
         raise typer.Exit(CHECK_FAILED)
 
 
-def _compared(found: Comparison, one: str, other: str, shown: int | None) -> str:
-    lines = [f"{key}: {a} in {one}, {b} in {other}" for key, (a, b) in found.known.items()]
-    for place, names in zip((one, other), found.only, strict=True):
+def _compared(comparison: Comparison, one: str, other: str, shown: int | None) -> str:
+    lines = [f"{key}: {a} in {one}, {b} in {other}" for key, (a, b) in comparison.known.items()]
+    for place, names in zip((one, other), comparison.only, strict=True):
         if names:
             lines += [f"only in {place}: {len(names)}", *(f"  {n}" for n in names[:shown])]
             lines += ["  …"] if len(names[:shown]) < len(names) else []
-    if found.different:
-        rows = [_row(d) for d in found.different[:shown]]
+    if comparison.different:
+        rows = [_row(d) for d in comparison.different[:shown]]
         head = ("tensor", "", "differing", "first at", "largest", "relative")
-        lines += [f"different: {len(found.different)}", table(head, rows)]
-        lines += ["…"] if len(rows) < len(found.different) else []
-    return "\n".join([*lines, f"{found.same} tensors are equal, bit for bit"])
+        lines += [f"different: {len(comparison.different)}", table(head, rows)]
+        lines += ["…"] if len(rows) < len(comparison.different) else []
+    return "\n".join([*lines, f"{comparison.same} tensors are equal, bit for bit"])
 
 
-def _row(found: Different) -> tuple[str, ...]:
+def _row(tensor: Different) -> tuple[str, ...]:
     def number(value: float | None) -> str:
         return "" if value is None else f"{value:.3g}"
 
-    share = "" if found.differing is None else f"{found.differing} of {found.elements}"
-    at = "" if found.first is None else str(list(found.first))
-    return (found.name, found.why, share, at, number(found.largest), number(found.relative))
+    share = "" if tensor.differing is None else f"{tensor.differing} of {tensor.elements}"
+    at = "" if tensor.first is None else str(list(tensor.first))
+    return (tensor.name, tensor.why, share, at, number(tensor.largest), number(tensor.relative))
 
 
 @ckpt.command()

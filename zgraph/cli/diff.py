@@ -92,18 +92,18 @@ def diff(
     give(data, text, as_json, output)
 
 
-def _whole(found: Inspection, names: tuple[str, str], steps: dict[str, tuple[int, float, float, int]]) -> str:
+def _whole(inspection: Inspection, names: tuple[str, str], steps: dict[str, tuple[int, float, float, int]]) -> str:
     """Return a table of both steps side by side, under their names."""
-    of = "whole step" if found.plan.mesh.get("pp", 1) == 1 else "programs of the stage"
+    of = "whole step" if inspection.plan.mesh.get("pp", 1) == 1 else "programs of the stage"
     return table((of, *names), _rows(steps["before"], steps["after"]))
 
 
-def _step(found: Inspection) -> tuple[int, float, float, int]:
+def _step(inspection: Inspection) -> tuple[int, float, float, int]:
     """Return the ranks, seconds, exposed seconds and peak bytes of a whole step, with its update and its resident
     memory."""
     from zgraph.inspection.memory import peak_of
 
-    return found.world, found.forecast.seconds, found.forecast.exposed, peak_of(found).bytes
+    return inspection.world, inspection.forecast.seconds, inspection.forecast.exposed, peak_of(inspection).bytes
 
 
 def _rows(a: tuple[int, float, float, int], b: tuple[int, float, float, int]) -> list[tuple[str, str, str]]:
@@ -115,25 +115,27 @@ def _rows(a: tuple[int, float, float, int], b: tuple[int, float, float, int]) ->
     ]
 
 
-def text_of(found: Difference, program: str, shown: int | None) -> str:
+def text_of(difference: Difference, program: str, shown: int | None) -> str:
     """Return text with the difference, and up to `shown` nodes of each kind by name. Its figures are those of the
     `program` alone."""
-    a, b = found.figures
+    a, b = difference.figures
     rows = [
-        ("nodes", *map(str, found.nodes), f"{found.nodes[1] - found.nodes[0]:+}"),
+        ("nodes", *map(str, difference.nodes), f"{difference.nodes[1] - difference.nodes[0]:+}"),
         ("time", milliseconds(a.seconds), milliseconds(b.seconds), f"{(b.seconds - a.seconds) * 1e3:+.3f} ms"),
         ("exposed", milliseconds(a.exposed), milliseconds(b.exposed), f"{(b.exposed - a.exposed) * 1e3:+.3f} ms"),
         ("peak", shown_bytes(a.peak), shown_bytes(b.peak), _signed(b.peak - a.peak)),
     ]
-    lines = [table((f"{program} alone", found.before, found.after, "change"), rows)]
-    if found.empty:
+    lines = [table((f"{program} alone", difference.before, difference.after, "change"), rows)]
+    if difference.empty:
         return "\n".join([*lines, "", "the programs are the same"])
-    gone, came = found.bytes
+    gone, came = difference.bytes
     lines += ["", f"values gone {shown_bytes(gone)}, new {shown_bytes(came)}", ""]
-    kinds = [(what, operator, str(count), shown_bytes(size)) for what, operator, count, size in found.by_operator()]
+    kinds = [
+        (what, operator, str(count), shown_bytes(size)) for what, operator, count, size in difference.by_operator()
+    ]
     lines.append(table(("", "operator", "nodes", "bytes"), kinds))
     for what in ("added", "removed", "moved", "changed"):
-        nodes: tuple[Row, ...] = getattr(found, what)
+        nodes: tuple[Row, ...] = getattr(difference, what)
         if not nodes:
             continue
         lines += ["", f"{what}:"]

@@ -175,7 +175,7 @@ def _refuse_unknown(target: str, plan: Path | None, update: bool, wanted: list[s
 
 def _rendered(
     program: Program,
-    found: Inspection,
+    inspection: Inspection,
     form: Format,
     filter: str | None,
     place: dict[str, Any] | None,
@@ -189,7 +189,7 @@ def _rendered(
     if form is Format.EXPLORER:
         from zgraph.inspection.formats.explorer import explorer, overlays
 
-        for name, data in overlays(program, found.costs).items() if output is not None else ():
+        for name, data in overlays(program, inspection.costs).items() if output is not None else ():
             assert output is not None
             write_file(json.dumps(data).encode(), output.with_name(f"{output.stem}.{name}.json"))
         return json.dumps(explorer(program))

@@ -20,10 +20,10 @@ def env(output: OutputOption = None, as_json: JsonOption = False) -> None:
     give(report.to_json(), text_of(report), as_json, output)
 
 
-def text_of(found: Environment) -> str:
+def text_of(environment: Environment) -> str:
     """Return text that describes the machine, with a line for each fact."""
     lines: list[str] = []
-    data = found.to_json()
+    data = environment.to_json()
     missing = data.pop("missing")
     for title, facts in data.items():
         lines += ["", title]

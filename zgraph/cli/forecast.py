@@ -110,14 +110,14 @@ def _symbolic(
     give(data, f"{formulas}\n\nat world {ranks}, {formulas.sizes}: {here}", as_json, output)
 
 
-def _row(made: Forecast, runs: int) -> dict[str, Any]:
+def _row(forecast: Forecast, runs: int) -> dict[str, Any]:
     return {
-        "name": made.program,
+        "name": forecast.program,
         "runs": runs,
-        "seconds": made.seconds,
-        "busy": made.busy,
-        "exposed": made.exposed,
-        "stalls": [{"node": s.node, "for": s.role.value, "seconds": s.seconds} for s in made.stalls],
-        "moved": made.moved,
-        "peak": made.peak,
+        "seconds": forecast.seconds,
+        "busy": forecast.busy,
+        "exposed": forecast.exposed,
+        "stalls": [{"node": s.node, "for": s.role.value, "seconds": s.seconds} for s in forecast.stalls],
+        "moved": forecast.moved,
+        "peak": forecast.peak,
     }

@@ -77,11 +77,11 @@ def memory(
         raise typer.Exit(CHECK_FAILED)
 
 
-def text_of(found: Inspection, peak: Peak) -> str:
+def text_of(inspection: Inspection, peak: Peak) -> str:
     """Return text with the peak, its categories and modules, and the largest values."""
     where = f"in {peak.program} at {peak.node}, {milliseconds(peak.seconds)} after its start"
-    lines = [f"peak {shown_bytes(peak.bytes)} {where}; {found.world} rank(s) of {found.costs.hardware.name}"]
-    measured = found.measured.get("peak")
+    lines = [f"peak {shown_bytes(peak.bytes)} {where}; {inspection.world} rank(s) of {inspection.costs.hardware.name}"]
+    measured = inspection.measured.get("peak")
     if measured:
         lines.append(f"measured {shown_bytes(measured)} in a step ({(peak.bytes - measured) / measured:+.1%} forecast)")
     for name, sizes in (("category", peak.categories), ("module", dict(list(peak.modules.items())[:15]))):

@@ -162,15 +162,15 @@ def _text(ranked: list[Evaluation], best: Evaluation | None, ranks: int) -> str:
     return "\n".join(lines)
 
 
-def _row(found: Evaluation, best: Evaluation | None, staged: bool) -> tuple[str, ...]:
+def _row(evaluation: Evaluation, best: Evaluation | None, staged: bool) -> tuple[str, ...]:
     """Return the cells of a plan's row; with `staged`, one of them is the pipeline's bubble."""
-    bubble = (f"{found.bubble:.1%}" if found.bubble is not None else "",) if staged else ()
-    if not found.possible:
-        return (found.name, "", *bubble, "", "", shown_bytes(found.limit), "no", "")
-    ratio = f"{found.seconds / best.seconds:.2f}" if best and best.seconds else ""
-    sizes = shown_bytes(found.peak), shown_bytes(found.limit)
-    times = (milliseconds(found.seconds), *bubble, milliseconds(found.exposed))
-    return (found.name, *times, *sizes, "yes" if found.fits else "no", ratio)
+    bubble = (f"{evaluation.bubble:.1%}" if evaluation.bubble is not None else "",) if staged else ()
+    if not evaluation.possible:
+        return (evaluation.name, "", *bubble, "", "", shown_bytes(evaluation.limit), "no", "")
+    ratio = f"{evaluation.seconds / best.seconds:.2f}" if best and best.seconds else ""
+    sizes = shown_bytes(evaluation.peak), shown_bytes(evaluation.limit)
+    times = (milliseconds(evaluation.seconds), *bubble, milliseconds(evaluation.exposed))
+    return (evaluation.name, *times, *sizes, "yes" if evaluation.fits else "no", ratio)
 
 
 def _bytes(text: str) -> int:

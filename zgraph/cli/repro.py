@@ -38,17 +38,17 @@ def repro(
         raise typer.Exit(CHECK_FAILED)
 
 
-def text_of(found: Replay) -> str:
+def text_of(replay: Replay) -> str:
     """Return text with the result of the replay."""
-    if found.now is None:
-        lines = [f"{', '.join(found.passes)}: nothing fails any more", "", "it was:", *_told(found.before)]
-    elif found.same:
-        lines = [f"pass {found.now.name!r} fails again, with the same error", "", *_told(found.now)]
+    if replay.now is None:
+        lines = [f"{', '.join(replay.passes)}: nothing fails any more", "", "it was:", *_told(replay.before)]
+    elif replay.same:
+        lines = [f"pass {replay.now.name!r} fails again, with the same error", "", *_told(replay.now)]
     else:
-        lines = ["it fails again, in another way:", *_told(found.now), "", "it was:", *_told(found.before)]
-    if found.lines:
-        lines += ["", *found.lines]
-    return "\n".join([*lines, "", f"(written by zgraph {found.zgraph} with torch {found.torch})"])
+        lines = ["it fails again, in another way:", *_told(replay.now), "", "it was:", *_told(replay.before)]
+    if replay.lines:
+        lines += ["", *replay.lines]
+    return "\n".join([*lines, "", f"(written by zgraph {replay.zgraph} with torch {replay.torch})"])
 
 
 def _told(failure: Failure) -> list[str]:

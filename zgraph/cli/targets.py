@@ -201,18 +201,18 @@ def look_at_pipeline(
         return forecast_pipeline(target.model, the_plan, target.inputs, ranks)
 
 
-def way_of(found: Inspection, program: str | None, update: bool) -> PassTrace:
+def way_of(inspection: Inspection, program: str | None, update: bool) -> PassTrace:
     """Return the program of a step that options ask for. Raises `TargetError` for an unknown one, `PlanError` if
     there is no update."""
     if program is not None:
-        return found.way(program)
+        return inspection.way(program)
     if not update:
-        return found.way()
-    if found.update is None:
+        return inspection.way()
+    if inspection.update is None:
         from zgraph.errors import PlanError
 
         raise PlanError("the plan has no optimizer", where="optimizer", hint='optimizer = {name = "AdamW", lr = 3e-4}')
-    return found.update
+    return inspection.update
 
 
 def bundle_folder(text: str) -> Path | None:

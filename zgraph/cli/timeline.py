@@ -82,9 +82,9 @@ def timeline(
     give(comparison.to_json(), _text(comparison), as_json, output)
 
 
-def _text(made: Comparison) -> str:
+def _text(comparison: Comparison) -> str:
     """Return text that compares a forecast with a profile, the nodes that differ most first."""
-    worst = sorted(made.rows, key=lambda row: -abs(row.measured - row.forecast))[:SHOWN]
+    worst = sorted(comparison.rows, key=lambda row: -abs(row.measured - row.forecast))[:SHOWN]
     rows = [
         (
             row.node,
@@ -96,7 +96,7 @@ def _text(made: Comparison) -> str:
         )
         for row in worst
     ]
-    lines = [str(made), "", table(("node", "operator", "forecast", "measured", "ratio", "module"), rows)]
+    lines = [str(comparison), "", table(("node", "operator", "forecast", "measured", "ratio", "module"), rows)]
     return "\n".join(lines)
 
 

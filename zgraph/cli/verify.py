@@ -86,8 +86,8 @@ def verify(
         raise typer.Exit(CHECK_FAILED)
 
 
-def _data(found: Difference) -> dict[str, Any]:
-    return dataclasses.asdict(found) | {"error": _finite(found.error), "ok": found.ok}
+def _data(difference: Difference) -> dict[str, Any]:
+    return dataclasses.asdict(difference) | {"error": _finite(difference.error), "ok": difference.ok}
 
 
 def _finite(error: float) -> float | None:

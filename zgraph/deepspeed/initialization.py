@@ -188,16 +188,16 @@ def _planned(config: dict[str, Any], given: Given, model: nn.Module) -> tuple[Pl
     return plan.model_copy(update={k: v for k, v in fields.items() if k not in asked}), found
 
 
-def _overridden(found: Report, config: dict[str, Any], section: str) -> Report:
+def _overridden(report: Report, config: dict[str, Any], section: str) -> Report:
     """Return the report with a section's keys as without effect, and say so: `initialize` was given an object in its
     place."""
-    rows = [row for row in found.rows if row.key.split(".")[0] != section]
+    rows = [row for row in report.rows if row.key.split(".")[0] != section]
     given = config.get(section)
     if given:
         said = f"initialize was given {'an' if section[0] in 'aeiou' else 'a'} {section}, which takes precedence"
         logger.warning("the configuration's %s is left out: %s", section, said)
         rows += [Row(f"{section}.{key}", value, "no effect here", said) for key, value in given.items()]
-    return replace(found, rows=tuple(rows))
+    return replace(report, rows=tuple(rows))
 
 
 def _precision(plan: Plan) -> str | Precision:

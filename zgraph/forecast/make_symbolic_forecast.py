@@ -229,7 +229,9 @@ class _Forecaster:
         logger.debug("%s: %d operators", point, len(counts[0].operators))
         return counts
 
-    def _check(self, found: SymbolicForecast, samples: list[list[Counts]], points: list[Point], point: Point) -> None:
+    def _check(
+        self, forecast: SymbolicForecast, samples: list[list[Counts]], points: list[Point], point: Point
+    ) -> None:
         """Raise `SymbolicError` unless the formulas hold at a point that they were not fitted to, and on other
         ranks."""
         captured = self._captured(point)
@@ -251,7 +253,7 @@ class _Forecaster:
         program = self._on(program, world)
         history, _ = run_passes(program, BuildContext(self.plan, self.costs), training=program.name == "train")
         busy = simulate(history.program, self.costs).busy
-        predicted = found.at(world=world, batch=point.batch, sequence=point.sequence)
+        predicted = forecast.at(world=world, batch=point.batch, sequence=point.sequence)
         real = {"compute": busy.pop("compute", 0.0), "communication": sum(busy.values())}
         for what, seconds in real.items():
             if not math.isclose(getattr(predicted, what), seconds, rel_tol=AGREE, abs_tol=1e-15):
@@ -451,11 +453,11 @@ def _differ(node: str, why: str, here: Point, there: Point) -> SymbolicError:
     )
 
 
-def _no_polynomial(operator: Operator, what: str, found: int, expected: Fraction, point: Point) -> SymbolicError:
+def _no_polynomial(operator: Operator, what: str, actual: int, expected: Fraction, point: Point) -> SymbolicError:
     return SymbolicError(
         f"the {what} of {operator.target} are no polynomial of the sizes",
         where=f"node {operator.node!r}, {point}",
-        why=f"{found}, where the polynomial through the other sizes gives {expected}",
+        why=f"{actual}, where the polynomial through the other sizes gives {expected}",
         hint="forecast one size at a time",
     )
 

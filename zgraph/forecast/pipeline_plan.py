@@ -139,8 +139,8 @@ class _Budgets:
     """The memory decisions of all ranks, made when the first is asked for. Raises `PlanError` if a rank can't keep the
     plan's budget."""
 
-    def __init__(self, made: PlannedStages, contexts: Sequence[BuildContext]) -> None:
-        self.made = made
+    def __init__(self, stages: PlannedStages, contexts: Sequence[BuildContext]) -> None:
+        self.made = stages
         self.contexts = contexts
 
     @functools.cached_property

@@ -224,16 +224,16 @@ def micro_batch(plan: Plan, inputs: Inputs) -> Inputs:
     return kwargs if isinstance(inputs, dict) else args
 
 
-def forecast_of(made: PlannedStages) -> PipelineForecast:
+def forecast_of(planned: PlannedStages) -> PipelineForecast:
     """Forecast stages that are planned already."""
-    return _Forecaster(made).run()
+    return _Forecaster(planned).run()
 
 
-def besides(made: PlannedStages, stage: int) -> int:
+def besides(planned: PlannedStages, stage: int) -> int:
     """Return the most bytes that a stage's rank has in use while the stage runs, beside its programs and what
     `StepProgram.outside` counts: values in flight, and what the rank's other stages hold."""
-    rank = made.partition.schedule.rank_of[stage]
-    return made.memory(rank).besides(stage, _Forecaster(made).of_rank(rank))
+    rank = planned.partition.schedule.rank_of[stage]
+    return planned.memory(rank).besides(stage, _Forecaster(planned).of_rank(rank))
 
 
 @dataclass(frozen=True)
@@ -249,14 +249,17 @@ class _Seconds:
 
 
 class _Forecaster:
-    def __init__(self, made: PlannedStages) -> None:
-        self.made = made
-        self.schedule = made.partition.schedule
+    def __init__(self, planned: PlannedStages) -> None:
+        self.made = planned
+        self.schedule = planned.partition.schedule
         kinds: dict[tuple[str, MemoryDecision], int] = {}
         self.like = [
-            kinds.setdefault((likeness(s), s.choice or MemoryDecision()), stage) for stage, s in enumerate(made.steps)
+            kinds.setdefault((likeness(s), s.choice or MemoryDecision()), stage)
+            for stage, s in enumerate(planned.steps)
         ]
-        simulated = {stage: SimulatedStage(made.steps[stage], made.costs, made.once) for stage in kinds.values()}
+        simulated = {
+            stage: SimulatedStage(planned.steps[stage], planned.costs, planned.once) for stage in kinds.values()
+        }
         self.stages = [simulated[like] for like in self.like]
         self.variants = dict(self._variants())
 

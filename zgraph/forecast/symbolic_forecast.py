@@ -156,22 +156,22 @@ class SymbolicForecast:
 
 
 # -- text -----------------------------------------------------------------------------------------------------------------
-def _text(made: SymbolicForecast) -> str:
+def _text(forecast: SymbolicForecast) -> str:
     import sympy
 
-    hardware, plan, world, batch, sequence = made.hardware, made.plan, *symbols().values()
+    hardware, plan, world, batch, sequence = forecast.hardware, forecast.plan, *symbols().values()
     free = -1 in plan.mesh.values()
     known = math.prod(size for size in plan.mesh.values() if size != -1)
     ranks = known * 2 if free else known
-    names = [*(["world"] if free else []), "batch", *(["sequence"] if made.sizes.sequence is not None else [])]
+    names = [*(["world"] if free else []), "batch", *(["sequence"] if forecast.sizes.sequence is not None else [])]
     lines = [
         f"forward and backward on {hardware.name}, by {', '.join(names)} (batch: rows of one rank)",
         "",
         f"compute [s] = sum of count * (Max(FLOP / rate, bytes / {hardware.memory:.4g}) + {hardware.launch:.4g})",
     ]
-    sizes = {world: ranks, batch: made.sizes.batch, sequence: made.sizes.sequence}
+    sizes = {world: ranks, batch: forecast.sizes.batch, sequence: forecast.sizes.sequence}
     values = {symbol: size for symbol, size in sizes.items() if size is not None}
-    ranked = sorted(made.kinds, key=lambda k: -float(k.seconds(hardware).subs(values)))
+    ranked = sorted(forecast.kinds, key=lambda k: -float(k.seconds(hardware).subs(values)))
     rows = [("count", "operator", "FLOP", "rate", "bytes")]
     rows += [
         (str(k.count), k.operator, str(k.flops), f"{k.rate:.3g}" if k.flops != 0 else "", str(k.bytes))
@@ -180,25 +180,25 @@ def _text(made: SymbolicForecast) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     lines += [f"  {a:>{widths[0]}}  {b:{widths[1]}}  {c:{widths[2]}}  {d:{widths[3]}}  {e}" for a, b, c, d, e in rows]
     if len(ranked) > SHOWN:
-        lines.append(f"  and {len(ranked) - SHOWN} kinds that take less at {made.sizes}, on {ranks} rank(s)")
-    if made.compute.has(sympy.Piecewise):
+        lines.append(f"  and {len(ranked) - SHOWN} kinds that take less at {forecast.sizes}, on {ranks} rank(s)")
+    if forecast.compute.has(sympy.Piecewise):
         lines.append(f"  (not on {known} rank(s), where other operators run)")
-    works = [(t, hardware.link(t.dim)) for t in made.transfers]
+    works = [(t, hardware.link(t.dim)) for t in forecast.transfers]
     lines += [
         f"  and {link.start:.4g} for each {t.kind} over {t.dim}, {link.work:.4g} for each of its bytes"
         for t, link in works
         if link.start or link.work
     ]
     lines += ["", "communication [s] = sum of (ranks - 1) * rounds * (latency * transfers + bytes / ranks / bandwidth)"]
-    for t in made.transfers:
+    for t in forecast.transfers:
         link = hardware.link(t.dim)
         lines.append(
             f"  {t.kind} over {t.dim}: {t.ranks} ranks, {rounds(link, t.kind):g} round(s), latency {link.latency:.4g}, "
             f"bandwidth {link.bandwidth:.4g}, {t.count} transfers"
         )
         lines.append(f"    bytes {t.bytes}")
-    if not made.transfers:
+    if not forecast.transfers:
         lines.append("  none")
-    lines += ["", *(f"{name} [bytes] = {getattr(made, name)}" for name in _MEMORY)]
+    lines += ["", *(f"{name} [bytes] = {getattr(forecast, name)}" for name in _MEMORY)]
     lines += ["", "a step takes at least Max(compute, communication), at most compute + communication"]
     return "\n".join(lines)

@@ -141,8 +141,8 @@ def bisect(
         search = _Search(virtual.costs)
 
         def look(variant: Variant) -> None:
-            def compare(found: Results) -> list[Difference]:
-                return virtual.differences(found, variant, bound)
+            def compare(results: Results) -> list[Difference]:
+                return virtual.differences(results, variant, bound)
 
             def points(records: list[PassRecord]) -> Iterator[_Point]:
                 for record in records:

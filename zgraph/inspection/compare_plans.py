@@ -87,9 +87,9 @@ def evaluate(
         return Evaluation(name, plan, limit, problem="; ".join(text for text in (error.what, error.why) if text))
 
 
-def ranked(found: list[Evaluation]) -> list[Evaluation]:
+def ranked(evaluations: list[Evaluation]) -> list[Evaluation]:
     """Sort evaluations: the fastest that fits first, those that don't fit last."""
-    return sorted(found, key=lambda e: (not e.fits, e.seconds, e.peak))
+    return sorted(evaluations, key=lambda e: (not e.fits, e.seconds, e.peak))
 
 
 def search(

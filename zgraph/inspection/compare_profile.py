@@ -133,12 +133,12 @@ def _runs(events: list[dict[str, Any]]) -> dict[str, list[_Run]]:
     return _joined(runs)
 
 
-def _joined(found: dict[str, list[_Run]]) -> dict[str, list[_Run]]:
+def _joined(runs_by_name: dict[str, list[_Run]]) -> dict[str, list[_Run]]:
     """Join the chunks that an update runs in ("update0.0", "update0.1", …): the n-th run of each is part of the n-th
     run of the whole."""
     joined: dict[str, list[_Run]] = {}
     chunks: dict[str, list[tuple[int, list[_Run]]]] = defaultdict(list)
-    for name, runs in found.items():
+    for name, runs in runs_by_name.items():
         whole, _, number = name.rpartition(".")
         if number.isdigit() and whole:
             chunks[whole].append((int(number), runs))

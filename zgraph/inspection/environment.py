@@ -248,8 +248,8 @@ def _shown(name: str, value: str) -> str:
 
 
 # -- what is missing ----------------------------------------------------------------------------------------------------
-def _missing(found: dict[str, dict[str, Any]]) -> list[Missing]:
-    versions, devices, links = found["versions"], found["devices"], found["links"]
+def _missing(environment: dict[str, dict[str, Any]]) -> list[Missing]:
+    versions, devices, links = environment["versions"], environment["devices"], environment["links"]
     missing: list[Missing] = []
 
     def lacks(what: str, cost: str, hint: str) -> None:
@@ -282,7 +282,7 @@ def _missing(found: dict[str, dict[str, Any]]) -> list[Missing]:
         lacks("gloo", "several processes can't vote, nor train on CPUs", "install a torch that is built with it")
     if cuda and not links.get("nccl"):
         lacks("NCCL", "several GPUs can't exchange bytes", "install a torch that is built with it")
-    for folder, facts in found["disks"].items():
+    for folder, facts in environment["disks"].items():
         if isinstance(facts, dict) and facts.get("direct") is False:
             cost = "what is offloaded there is copied once more, and takes the host's memory"
             what = f"O_DIRECT in {folder} ({facts.get('filesystem')})"

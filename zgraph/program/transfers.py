@@ -18,16 +18,16 @@ from zgraph.program.program import Program
 _SERVING = (Role.WAIT, Role.LAYOUT)
 
 
-def mark_transfers(made: Sequence[fx.Node]) -> None:
+def mark_transfers(nodes: Sequence[fx.Node]) -> None:
     """Set the transfer of nodes that were made for one parameter, in order.
 
     A wait belongs to the start before it, a layout node to the next start, or to the last.
     """
-    starts = [node for node in made if collectives.is_start(node)]
+    starts = [node for node in nodes if collectives.is_start(node)]
     if not starts:
         return
     passed = 0
-    for node in made:
+    for node in nodes:
         passed += node in starts
         ahead = passed if info(node).role is Role.LAYOUT else passed - 1
         if node in starts or info(node).role in _SERVING:

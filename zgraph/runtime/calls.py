@@ -268,7 +268,7 @@ class Calls:
         replaced = self.rank.forwards_replaced
         return dataclasses.replace(call, form=f"{call.form}; forward {replaced}") if replaced else call
 
-    def _add(self, found: _Found, sizes: CallSizes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Found:
+    def _add(self, match: _Found, sizes: CallSizes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Found:
         """Compile the program for a call. Sizes that can't be symbols in it become numbers, with a program for each
         from now on. If it turns out not to serve the call's sizes, compile one more: made at these sizes, and if need
         be for these alone.
@@ -277,38 +277,38 @@ class Calls:
         rank.relax()
         rank.refuse_unset()
         _refuse_other_devices(rank.device, args, kwargs)
-        refused = found.refused
+        refused = match.refused
         sizes.made_at(self._asked(sizes, refused=refused is not None and not refused.holds(sizes.point)))
-        while found.new:
+        while match.new:
             try:
                 with self._shown():
-                    entry = self._compile(found.key, args, kwargs, self._open_sizes(found, sizes))
+                    entry = self._compile(match.key, args, kwargs, self._open_sizes(match, sizes))
             except ZgraphError as error:
                 if self._values.may_help(error, sizes.call):
                     sizes.restore()
                     raise
-                if not sizes.give_up(error, found.refused):
+                if not sizes.give_up(error, match.refused):
                     raise
                 if sizes.apart and sizes.closed:
                     raise _OnceMore from error
             except Exception as error:  # (torch has many ways to say what it can't do with a symbol)
                 first = (str(error).splitlines() or [""])[0]
                 why = f"torch can't trace the model with it as a symbol: {type(error).__name__}: {first}"
-                if not sizes.point or not sizes.give_up(SizeError("sizes can't be symbols", why=why), found.refused):
+                if not sizes.point or not sizes.give_up(SizeError("sizes can't be symbols", why=why), match.refused):
                     raise
             else:
                 sizes.settled(entry)
                 # (a number that was to be an input of the program may be a constant in it)
-                if sizes.key != found.key.split(_STATE)[0]:
-                    found = dataclasses.replace(found, key=self._new_key(sizes))
-                self._keep(found, entry, sizes)
+                if sizes.key != match.key.split(_STATE)[0]:
+                    match = dataclasses.replace(match, key=self._new_key(sizes))
+                self._keep(match, entry, sizes)
                 asked = self._asked(sizes, refused=bool(sizes.point) and not entry.holds(sizes.point))
                 if asked is None:
-                    return found
+                    return match
                 sizes.made_at(asked)
-            found = self._find_together(sizes, args, kwargs)
-            rank.everyone.vote(INPUTS, found.ballot)
-        return found
+            match = self._find_together(sizes, args, kwargs)
+            rank.everyone.vote(INPUTS, match.ballot)
+        return match
 
     def _shown(self) -> contextlib.AbstractContextManager[None]:
         """Show the progress of compiling, on one rank."""
@@ -320,11 +320,11 @@ class Calls:
             searched=plan.memory_budget is not None,
         )
 
-    def _open_sizes(self, found: _Found, sizes: CallSizes) -> SymbolicSizes | None:
+    def _open_sizes(self, match: _Found, sizes: CallSizes) -> SymbolicSizes | None:
         """Return what the capture of a call's program treats as symbols. Python numbers (a counter in the model's
         attributes, say) that differ from those that the program before it was captured with become inputs.
         """
-        asked, before = with_values(sizes.open_sizes(), sizes.call.constants), self.rank.entries.get(found.before or "")
+        asked, before = with_values(sizes.open_sizes(), sizes.call.constants), self.rank.entries.get(match.before or "")
         if not sizes.gives_numbers:
             return dataclasses.replace(asked, numbers=()) if asked is not None else None
         if before is None:
@@ -345,18 +345,18 @@ class Calls:
         views = self.rank.everyone.gather("sizes that a program refuses", dict(sizes.point) if refused else None)
         return next((view for view in views if view is not None), None)
 
-    def _keep(self, found: _Found, entry: Entry, sizes: CallSizes) -> None:
+    def _keep(self, match: _Found, entry: Entry, sizes: CallSizes) -> None:
         rank = self.rank
         args, kwargs = sizes.call.call
         _refuse_unstable(entry.trace.flat.stale(rank.module, args, kwargs))
-        entry.unsettled_before = found.before is not None and rank.entries[found.before].unsettled
-        rank.entries[found.key] = entry
-        base = found.key.split(_STATE)[0]
-        self._states.setdefault(base, []).append(found.key)
+        entry.unsettled_before = match.before is not None and rank.entries[match.before].unsettled
+        rank.entries[match.key] = entry
+        base = match.key.split(_STATE)[0]
+        self._states.setdefault(base, []).append(match.key)
         self._made[base] = self._made.get(base, 0) + 1
         self._programs += 1
-        self._last[found.key] = self._calls
-        self._bound[found.key] = entry.trace.flat.bind(lambda *flat: self._execute(entry, flat))
+        self._last[match.key] = self._calls
+        self._bound[match.key] = entry.trace.flat.bind(lambda *flat: self._execute(entry, flat))
         if (values := self._values.settled()) and rank.everyone.first():
             logger.warning(
                 'each value of %s has a program of its own: forward decides by it (to declare it: dynamic={"%s": "value"})',
@@ -364,7 +364,7 @@ class Calls:
                 values[0],
             )
         many = entry.open or buckets_of(rank.plan) is not None
-        before = rank.entries.get(found.before or "")
+        before = rank.entries.get(match.before or "")
         stale = before.trace.flat.stale(rank.module, args, kwargs) if before is not None else None
         self._storms.made(sizes.call, stale.what if stale else None, many=many, tell=rank.everyone.first())
         if rank.recorder is not None:

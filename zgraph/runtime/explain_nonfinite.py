@@ -266,15 +266,15 @@ def _number(loss: torch.Tensor) -> torch.Tensor:
     return loss.detach().reshape(()).to(torch.float64)
 
 
-def _error(number: int, micro_batch: int, rank: int, found: Found, ranks: Sequence[int]) -> NonFiniteError:
-    place = f" in module {found.module or '(root)'} ({found.phase})" if found.module is not None else ""
-    why = f"the first value that is {found.kind}: {found.what}; rank {rank}, micro-batch {micro_batch}"
+def _error(number: int, micro_batch: int, rank: int, origin: Found, ranks: Sequence[int]) -> NonFiniteError:
+    place = f" in module {origin.module or '(root)'} ({origin.phase})" if origin.module is not None else ""
+    why = f"the first value that is {origin.kind}: {origin.what}; rank {rank}, micro-batch {micro_batch}"
     if len(ranks) > 1:
         why += f" (it shows on ranks {', '.join(map(str, sorted(ranks)))})"
     hint = "look at this batch's rows and at the operator's inputs there; the weights are as before the step"
-    error = NonFiniteError(f"step {number} is not finite{place}", where=found.source or None, why=why, hint=hint)
+    error = NonFiniteError(f"step {number} is not finite{place}", where=origin.source or None, why=why, hint=hint)
     error.step, error.micro_batch, error.rank = number, micro_batch, rank
-    error.module, error.node, error.phase = found.module, found.node or None, found.phase
+    error.module, error.node, error.phase = origin.module, origin.node or None, origin.phase
     return error
 
 

@@ -262,25 +262,25 @@ class PaddedCalls:
                 ", ".join(missing),
             )
 
-    def _count(self, args: tuple[Any, ...], kwargs: dict[str, Any], found: Call, lengths: Lengths) -> None:
+    def _count(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call, lengths: Lengths) -> None:
         first = next(iter(lengths.values()))
         self.padding.calls[first] = self.padding.calls.get(first, 0) + 1
-        for (path, before), after in zip(self._leaves(args, kwargs), pytree.tree_leaves(found), strict=True):
+        for (path, before), after in zip(self._leaves(args, kwargs), pytree.tree_leaves(call), strict=True):
             if path in self.pads and isinstance(before, torch.Tensor):
                 self.padding.given += before.numel()
                 self.padding.padded += after.numel()
 
     # -- out ----------------------------------------------------------------------------------------------------------
-    def follows(self, made: Trace, call: Call, capture: Callable[[Call], Trace]) -> Follows:
-        """Return which dimensions of the flat outputs of a padded call's capture (`made`) have a padded size, found by
+    def follows(self, trace: Trace, call: Call, capture: Callable[[Call], Trace]) -> Follows:
+        """Return which dimensions of the flat outputs of a padded call's capture (`trace`) have a padded size, found by
         one more `capture` at another size, or by an earlier one. Raises `CaptureError` for an output whose padding
         can't be told.
         """
         args, kwargs = call
         lengths: Lengths = self._now.padded.lengths
-        flat = made.flat.flatten(self.rank.module, args, kwargs)
-        shape_of = made.shapes_in(flat)
-        shapes = tuple(shape_of(v) if isinstance(v, torch.Tensor) else None for v in flat_values(made.flat))
+        flat = trace.flat.flatten(self.rank.module, args, kwargs)
+        shape_of = trace.shapes_in(flat)
+        shapes = tuple(shape_of(v) if isinstance(v, torch.Tensor) else None for v in flat_values(trace.flat))
         if not any(shapes):
             return {}
         named = {(i, d): pad.size for i, pad in self._numbered(args, kwargs) for d in pad.dims}

@@ -104,10 +104,10 @@ def _lives(program: Program, fused: bool, turn: int, middle: int, adds: bool) ->
     return lifetimes
 
 
-def _most(found: list[Life], start: int, stop: int) -> dict[str, int]:
+def _most(lives: list[Life], start: int, stop: int) -> dict[str, int]:
     """Return the bytes by category at the peak, in positions from `start` to before `stop`."""
     changes: dict[int, Counter[str]] = {}
-    for life in found:
+    for life in lives:
         born = max(life.born, start)
         if born < stop and life.gone > born:
             changes.setdefault(born, Counter())[life.category] += life.bytes

@@ -102,10 +102,10 @@ def partition(joint: Program, plan: Plan, ranks: int, costs: Costs, module: nn.M
     return Partition(find_cuts(joint, schedule.stages, plan.partition, costs, types=types), schedule)
 
 
-def cut(joint: Program, found: Partition) -> Stages:
+def cut(joint: Program, partition: Partition) -> Stages:
     """Return the stages' programs. Raises `PlanError` if the schedule would wait forever for what they send."""
-    stages = cut_stages(joint, assign(joint, found.cuts), found.schedule.stages)
-    check(found.schedule, needs_of(stages))
+    stages = cut_stages(joint, assign(joint, partition.cuts), partition.schedule.stages)
+    check(partition.schedule, needs_of(stages))
     return stages
 
 

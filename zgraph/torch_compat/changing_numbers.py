@@ -167,7 +167,7 @@ def _operands(graph: fx.Graph, numbers: set[fx.Node]) -> dict[tuple[fx.Node, tor
     return operands
 
 
-def _copied(graph: fx.Graph, node: fx.Node, made: dict[Any, fx.Node]) -> fx.Node:
-    copy = graph.node_copy(node, lambda n: made[_Use(node, n)] if _Use(node, n) in made else made[n])
+def _copied(graph: fx.Graph, node: fx.Node, copies: dict[Any, fx.Node]) -> fx.Node:
+    copy = graph.node_copy(node, lambda n: copies[_Use(node, n)] if _Use(node, n) in copies else copies[n])
     copy.meta = dict(node.meta)
     return copy

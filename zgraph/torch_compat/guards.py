@@ -462,8 +462,8 @@ def _extend(cg: Any, variable: Any, known: int) -> None:
     cg.extend_output([*create_call_method(1), create_instruction("POP_TOP")])
 
 
-def _note(effects: Any, found: Effects, cells: dict[str, types.CellType]) -> None:
-    for notes in (found.containers, found.objects, found.cells, found.globals, found.consumed):
+def _note(effects: Any, noted: Effects, cells: dict[str, types.CellType]) -> None:
+    for notes in (noted.containers, noted.objects, noted.cells, noted.globals, noted.consumed):
         notes.clear()  # (dynamo writes its code twice)
     by_id = {id(x): x for x in effects.keepalive}
     for key, variable in effects.id_to_variable.items():
@@ -474,19 +474,19 @@ def _note(effects: Any, found: Effects, cells: dict[str, types.CellType]) -> Non
         if isinstance(variable, CellVariable):
             cell = target if isinstance(target, types.CellType) else cells.get(variable.local_name or "")
             if cell is not None:
-                found.cells.append(cell)
+                noted.cells.append(cell)
         elif isinstance(variable, NewGlobalVariable):
-            found.globals += names
+            noted.globals += names
         elif isinstance(target, (list, dict, set, deque)):
-            found.containers.append(target)
+            noted.containers.append(target)
             if names:
-                found.objects.append((target, names))
+                noted.objects.append((target, names))
         elif names:
-            found.objects.append((target, names))
+            noted.objects.append((target, names))
         elif not isinstance(
             variable.mutation_type, AttributeMutationNew
         ):  # (a tensor that forward makes is new, so its mutation changes nothing)
-            found.consumed.append(_line(effects, variable))
+            noted.consumed.append(_line(effects, variable))
 
 
 def _line(effects: Any, variable: Any) -> str:

@@ -30,17 +30,17 @@ def registered(module: nn.Module) -> Registered:
     return members
 
 
-def _walk(module: nn.Module, prefix: str, found: Registered, seen: set[int]) -> None:
+def _walk(module: nn.Module, prefix: str, registered: Registered, seen: set[int]) -> None:
     seen.add(id(module))
-    found.modules.append(module)
+    registered.modules.append(module)
     for key, param in module._parameters.items():
         if param is not None and id(param) not in seen:
             seen.add(id(param))
-            found.parameters[prefix + key] = param
+            registered.parameters[prefix + key] = param
     for buffer in module._buffers.values():
         if buffer is not None and id(buffer) not in seen:
             seen.add(id(buffer))
-            found.buffers.append(buffer)
+            registered.buffers.append(buffer)
     for key, child in module._modules.items():
         if child is not None and id(child) not in seen:
-            _walk(child, f"{prefix}{key}.", found, seen)
+            _walk(child, f"{prefix}{key}.", registered, seen)

@@ -169,8 +169,8 @@ def _one_lacks(name: str) -> str | None:
     return None
 
 
-def _code(found: Any) -> types.CodeType | None:
-    function = getattr(found, "fget", found)
+def _code(member: Any) -> types.CodeType | None:
+    function = getattr(member, "fget", member)
     return getattr(inspect.unwrap(function), "__code__", None)
 
 

@@ -171,12 +171,14 @@ class StandIns:
                 expr, number = expr * factor, number // prime
         return substituted(expr * number, {}, env)
 
-    def _product(self, found: Any) -> int:
+    def _product(self, expression: Any) -> int:
         content, rest = (
-            sympy.factor(found).as_content_primitive() if isinstance(found, sympy.Add) else found.as_coeff_Mul()
+            sympy.factor(expression).as_content_primitive()
+            if isinstance(expression, sympy.Add)
+            else expression.as_coeff_Mul()
         )
         if not (content.is_Integer and content > 0):
-            content, rest = sympy.Integer(1), found
+            content, rest = sympy.Integer(1), expression
         number = int(content)
         for factor in sympy.Mul.make_args(rest):
             base, exponent = factor.as_base_exp()
@@ -264,12 +266,14 @@ def assume(env: Any, condition: Any) -> None:
         env.evaluate_expr(condition)
 
 
-def substituted(found: Any, symbols: Mapping[Symbol, Any], env: Any = None, kind: type[int] | type[float] = int) -> Any:
+def substituted(
+    expression: Any, symbols: Mapping[Symbol, Any], env: Any = None, kind: type[int] | type[float] = int
+) -> Any:
     """Return an expression with its symbols replaced by numbers or sizes of `env`: a number of this kind, or a symbolic
     one of `env`."""
-    if not isinstance(found, sympy.Basic):
-        return found
-    replaced = found.xreplace(
+    if not isinstance(expression, sympy.Basic):
+        return expression
+    replaced = expression.xreplace(
         {s: v.node.expr if isinstance(v, torch.SymInt) else sympy.Integer(v) for s, v in symbols.items()}
     )
     if replaced.is_number:
@@ -278,9 +282,9 @@ def substituted(found: Any, symbols: Mapping[Symbol, Any], env: Any = None, kind
     return create(replaced, hint=kind(replaced.xreplace(_values(env))))
 
 
-def condition_of(env: Any, found: Any, symbols: Mapping[Symbol, Symbol]) -> Any:
+def condition_of(env: Any, expression: Any, symbols: Mapping[Symbol, Symbol]) -> Any:
     """Return a condition of one environment, written with the symbols of another."""
-    return env.replace(found).xreplace(dict(symbols))
+    return env.replace(expression).xreplace(dict(symbols))
 
 
 class _Printer(PythonPrinter):  # type: ignore[misc]
@@ -294,18 +298,18 @@ class _Printer(PythonPrinter):  # type: ignore[misc]
         return self._names.get(symbol, symbol.name)
 
 
-def line_of(found: Any, symbol: Symbol) -> tuple[int, int] | None:
+def line_of(expression: Any, symbol: Symbol) -> tuple[int, int] | None:
     """Return (a, b) of an expression that is a * symbol + b with whole numbers; None of any other."""
-    slope = sympy.diff(found, symbol)
-    constant = found.xreplace({symbol: sympy.Integer(0)})
+    slope = sympy.diff(expression, symbol)
+    constant = expression.xreplace({symbol: sympy.Integer(0)})
     if not slope.is_Integer or not constant.is_Integer:
         return None
     return int(slope), int(constant)
 
 
-def text(found: Any, names: Mapping[Symbol, str]) -> str:
+def text(expression: Any, names: Mapping[Symbol, str]) -> str:
     """Return an expression or condition as Python source, with these names for its symbols."""
-    return str(_Printer(names).doprint(found)) if isinstance(found, sympy.Basic) else str(found)
+    return str(_Printer(names).doprint(expression)) if isinstance(expression, sympy.Basic) else str(expression)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -315,12 +319,12 @@ def evaluator(written: str, names: tuple[str, ...]) -> Callable[..., Any]:
     return eval(f"lambda {', '.join(names)}: {written}", dict(_FUNCTIONS))  # type: ignore[no-any-return]
 
 
-def calculation(found: Any, places: Mapping[Symbol, fx.Node], graph: fx.Graph) -> fx.Node | int:
+def calculation(expression: Any, places: Mapping[Symbol, fx.Node], graph: fx.Graph) -> fx.Node | int:
     """Insert nodes that compute an expression from its symbols' nodes, at the graph's insertion point; return the last,
     or a number."""
     tracer = fx.proxy.GraphAppendingTracer(graph)
-    proxies = {s: fx.Proxy(places[s], tracer) for s in found.free_symbols}
-    result = sympy_interp(PythonReferenceAnalysis, proxies, found)
+    proxies = {s: fx.Proxy(places[s], tracer) for s in expression.free_symbols}
+    result = sympy_interp(PythonReferenceAnalysis, proxies, expression)
     return result.node if isinstance(result, fx.Proxy) else int(result)
 
 

@@ -314,13 +314,13 @@ def _changes(name: str, shown: dict[str, Any], now: Any, rule: Rule) -> dict[str
     return found or None
 
 
-def _count_after(found: dict[str, Any], before: float, rule: Rule) -> float:
+def _count_after(changed: dict[str, Any], before: float, rule: Rule) -> float:
     """Return how many updates a parameter has had after a user's changes."""
-    if STEP_KEY in found:
-        return float(found[STEP_KEY])
-    if not found or (rule.begins in found and found[rule.begins] is None):
+    if STEP_KEY in changed:
+        return float(changed[STEP_KEY])
+    if not changed or (rule.begins in changed and changed[rule.begins] is None):
         return 0.0
-    return max(before, rule.first_count(found))
+    return max(before, rule.first_count(changed))
 
 
 def _is_of_scale(name: str) -> bool:

@@ -40,7 +40,7 @@ class CompressedValues:
             for rank, result in enumerate(results):
                 self._compare(program, node, rank, result)
 
-    def _compare(self, program: Program, node: fx.Node, rank: int, found: Tensor) -> None:
+    def _compare(self, program: Program, node: fx.Node, rank: int, value: Tensor) -> None:
         transfer, name = info(node).transfer, str(info(node).param)
         sender, operands = self._sent[transfer]
         group = group_ranks(program.mesh, self._groups[transfer], rank)
@@ -53,8 +53,8 @@ class CompressedValues:
             bound = torch.stack([b.chunk(len(group))[at] for b in bounds]).mean(0)
         else:
             exact, bound = torch.cat(sent).double(), torch.cat(bounds)
-        bound = bound + exact.abs() * torch.finfo(found.dtype).eps * len(group)  # (rounding of the sum)
-        wrong = (found.reshape(-1).double() - exact).abs()
+        bound = bound + exact.abs() * torch.finfo(value.dtype).eps * len(group)  # (rounding of the sum)
+        wrong = (value.reshape(-1).double() - exact).abs()
         share = float((wrong / bound).max()) if wrong.numel() else 0.0
         what = "sent gradient" if node.target is MEAN_OF_BLOCKS else "sent value"
         self.differences.append(Difference(what, name, rank, share, 1.0, exact=not bool(wrong.any())))

@@ -142,13 +142,13 @@ class VirtualPipeline:
                     whole = part_of(self.step.params[name], spec, rank, self.step.sizes).to(spec.compute_dtype)
                     self._compare(what, name, stage, rank, value, whole)
 
-    def _compare_gradients(self, found: list[list[dict[str, torch.Tensor]]]) -> None:
-        """Compare the gradients. `found` are each stage's sums over micro-batches on each of its ranks."""
+    def _compare_gradients(self, gradients: list[list[dict[str, torch.Tensor]]]) -> None:
+        """Compare the gradients. `gradients` are each stage's sums over micro-batches on each of its ranks."""
         step = self.step
         own = {n: [[r.grads.get(n) for r in calls] for calls in step.calls] for n in step.params}
         wholes = {n: self._whole(n, g) for n, g in own.items() if all(x is not None for row in g for x in row)}  # type: ignore[arg-type]
         norm = norm_of(wholes.values())
-        reached = {name for of_stage in found for name in of_stage[0]}
+        reached = {name for of_stage in gradients for name in of_stage[0]}
         for name in sorted(wholes.keys() ^ reached):
             how = "missing" if name in wholes else "should not be there"
             at = self.stages.holders[name]
@@ -160,10 +160,10 @@ class VirtualPipeline:
                 part = self._whole(name, self.expected.gradients[stage, name])
                 for rank in range(self.width):
                     plain = self._held(name, part, rank)
-                    self._compare(PART, name, stage, rank, found[stage][rank].get(name), plain, norm, low)
+                    self._compare(PART, name, stage, rank, gradients[stage][rank].get(name), plain, norm, low)
             for rank in range(self.width):
                 plain = self._held(name, wholes[name], rank)
-                total = self._total(name, [of_stage[rank] for of_stage in found])
+                total = self._total(name, [of_stage[rank] for of_stage in gradients])
                 for position in sorted({self.schedule.rank_of[s] for s in at}):
                     number = self._rank[position, rank]
                     self._found.append(difference("gradient", name, number, total, plain, norm, low, stages=at))
@@ -175,7 +175,7 @@ class VirtualPipeline:
         spec, sizes = self.step.specs[name], self.step.sizes
         return shard_of(part_of(whole, spec, rank, sizes), spec, rank, sizes)
 
-    def _total(self, name: str, found: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
+    def _total(self, name: str, gradients: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
         """Return a gradient's sum over stages, in the order in which the ranks that hold the parameter add: first over
         each rank's own stages, then over ranks."""
         owned = next(h for h in self.planned.held if name in h.own)
@@ -184,7 +184,7 @@ class VirtualPipeline:
         positions = positions_of(group, mesh) if group is not None else range(self.schedule.ranks)
         sums = []
         for position in positions:
-            grads = [found[s][name] for s in self.schedule.stages_of(position) if name in found[s]]
+            grads = [gradients[s][name] for s in self.schedule.stages_of(position) if name in gradients[s]]
             if grads:
                 sums.append(_sum(grads))
         return _sum(sums)

@@ -271,16 +271,16 @@ class VirtualStep:
         return part_of(whole, self.specs[name], rank, self.sizes)
 
     # -- gradients ----------------------------------------------------------------------------------------------------
-    def _reduce(self, found: Results, variant: Variant, facts: Collection[str]) -> None:
+    def _reduce(self, results: Results, variant: Variant, facts: Collection[str]) -> None:
         """Put gradients that are each rank's own into the form in which the finished program returns them."""
-        for what, name in list(found[0]):
+        for what, name in list(results[0]):
             if what == "gradient" and name in self.specs:
-                given = [r[what, name] for r in found]
+                given = [r[what, name] for r in results]
                 if Fact.DIVIDED not in facts:
                     given = [self._mine(name, g, rank) for rank, g in enumerate(given)]
                 mine = self._finished(name, given, variant, Fact.SCALED in facts)
                 for rank, part in enumerate(self._parted(name, mine, variant)):
-                    found[rank][what, name] = part
+                    results[rank][what, name] = part
 
     def _finished(
         self, name: str, grads: Sequence[torch.Tensor], variant: Variant, scaled: bool = False
@@ -310,7 +310,7 @@ class VirtualStep:
         return [shard_of(part, self.specs[name], rank, self.sizes) for rank, part in enumerate(parts)]
 
     # -- comparing ----------------------------------------------------------------------------------------------------
-    def differences(self, found: Results, variant: Variant = PLAIN, bound: float | None = None) -> list[Difference]:
+    def differences(self, results: Results, variant: Variant = PLAIN, bound: float | None = None) -> list[Difference]:
         """Return how far each result is from the plain model's. `bound`: see `zgraph.program.tolerance.difference`."""
         wholes: dict[str, list[torch.Tensor]] = {}
         for name in self.params:
@@ -321,13 +321,13 @@ class VirtualStep:
         norm = norm_of(w[0] for w in wholes.values())
         parted = {n: self._parted(n, w, variant) for n, w in wholes.items()}
         compared: list[Difference] = []
-        reached = {name for what, name in found[0] if what == "gradient"}
+        reached = {name for what, name in results[0] if what == "gradient"}
         if self.step.differentiated:
             for name in sorted(wholes.keys() ^ reached):
                 how = "missing" if name in wholes else "should not be there"
                 compared.append(Difference("gradient", f"{name} ({how})", 0, float("inf"), 0.0, False))
         computed = self.plan.resolved_precision().dtype("compute")
-        for rank, (run, values) in enumerate(zip(self.ranks, found, strict=True)):
+        for rank, (run, values) in enumerate(zip(self.ranks, results, strict=True)):
             for (what, name), value in values.items():
                 if what == "output":
                     compared.append(
@@ -346,33 +346,38 @@ class VirtualStep:
                     compared.append(difference(what, name, rank, value, parted[name][rank], norm, low, bound))
         return [self._allowed_for(d, parted) for d in compared] if bound is None else compared
 
-    def _allowed_for(self, found: Difference, grads: Mapping[str, Sequence[torch.Tensor]]) -> Difference:
+    def _allowed_for(self, difference: Difference, grads: Mapping[str, Sequence[torch.Tensor]]) -> Difference:
         """Return the difference with the plain model's own rounding error allowed: see `allowing`."""
-        if found.ok or found.what not in ("output", "buffer", "gradient"):
-            return found
-        of_gradient = found.what == "gradient" and found.name in grads
-        size = float(grads[found.name][found.rank].double().norm()) if of_gradient else None
+        if difference.ok or difference.what not in ("output", "buffer", "gradient"):
+            return difference
+        of_gradient = difference.what == "gradient" and difference.name in grads
+        size = float(grads[difference.name][difference.rank].double().norm()) if of_gradient else None
         return allowing(
-            found, found.name, [[r] for r in (self.ranks if of_gradient else [self.ranks[found.rank]])], size
+            difference,
+            difference.name,
+            [[r] for r in (self.ranks if of_gradient else [self.ranks[difference.rank]])],
+            size,
         )
 
 
-def allowing(found: Difference, name: str, runs: Sequence[Sequence[PlainRun]], size: float | None = None) -> Difference:
+def allowing(
+    difference: Difference, name: str, runs: Sequence[Sequence[PlainRun]], size: float | None = None
+) -> Difference:
     """Return a difference of an output, buffer or gradient; if it is too large, add the plain model's own rounding
     error to what is allowed. `runs`: for each rank, the runs whose numbers are added up; `size`: the norm of what was
     compared, by default that of the first rank's numbers."""
-    if found.ok or not math.isfinite(found.error):
-        return found
+    if difference.ok or not math.isfinite(difference.error):
+        return difference
     own, norms = [], []
     for calls in runs:
-        pairs = [run.pair(found.what, name) for run in calls]
+        pairs = [run.pair(difference.what, name) for run in calls]
         if any(a is None or b is None or a.shape != b.shape for a, b in pairs):
-            return found
+            return difference
         plain, exact = (sum(pair[at].detach().double() for pair in pairs) for at in (0, 1))
         own.append(float((plain - exact).norm()))
         norms.append(float(plain.norm()))
     size = norms[0] if size is None else size
-    return replace(found, allowed=found.allowed + OWN_ROUNDING * sum(own) / len(own) / max(size, 1e-300))
+    return replace(difference, allowed=difference.allowed + OWN_ROUNDING * sum(own) / len(own) / max(size, 1e-300))
 
 
 class PlainRun:

@@ -61,12 +61,12 @@ class VirtualUpdate:
             results.append(rank_results)
         return results
 
-    def differences(self, found: Results, bound: float | None = None) -> list[Difference]:
+    def differences(self, results: Results, bound: float | None = None) -> list[Difference]:
         """Return how far each result is from that of the update before any pass. `bound`: see
         `zgraph.program.tolerance.difference`."""
         return [
             difference(what, name, rank, values.get((what, name)), plain, bound=bound)
-            for rank, (values, expected) in enumerate(zip(found, self._expected, strict=True))
+            for rank, (values, expected) in enumerate(zip(results, self._expected, strict=True))
             for (what, name), plain in expected.items()
         ]
 

@@ -195,7 +195,7 @@ def _step(state: Mapping[str, Any], rank: Mapping[str, Any], index: int) -> floa
     return None
 
 
-def _note_steps(found: Read, names: Mapping[str, Any], steps: list[float | None], path: Path) -> None:
+def _note_steps(read: Read, names: Mapping[str, Any], steps: list[float | None], path: Path) -> None:
     if len(set(steps)) > 1:
         raise CheckpointError(
             "ranks' files are of different steps",
@@ -205,7 +205,7 @@ def _note_steps(found: Read, names: Mapping[str, Any], steps: list[float | None]
         )
     if steps[0] is not None:
         for name in names:
-            found.states[name, "step"] = torch.tensor(float(steps[0]))
+            read.states[name, "step"] = torch.tensor(float(steps[0]))
 
 
 def _misfit(name: str, path: Path) -> None:

@@ -113,7 +113,7 @@ def _add(
     ways[taken] = (ways[taken][0] + count, None) if taken in ways else (count, last)
 
 
-def _take_masters(found: Read, names: list[str], masters: Any, weights: Mapping[str, Stored], path: Path) -> None:
+def _take_masters(read: Read, names: list[str], masters: Any, weights: Mapping[str, Stored], path: Path) -> None:
     """Take the weights of a group in float32. Raises `CheckpointError` unless each rounds to the module's own."""
     for name, master in zip(names, masters, strict=True):
         mine = weights[name]
@@ -126,4 +126,4 @@ def _take_masters(found: Read, names: list[str], masters: Any, weights: Mapping[
                 why="the optimizer's order is not the model's",
                 hint="save it at ZeRO stage 1",
             )
-        found.weights[name] = master
+        read.weights[name] = master

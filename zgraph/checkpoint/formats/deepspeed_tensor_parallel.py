@@ -246,11 +246,11 @@ class Layout:
             clipped_pieces.append(Piece(piece.rank, (count, *piece.shape[1:]), piece.whole, piece.part))
         return (rows, *shape[1:]), clipped_pieces
 
-    def _other_shape(self, name: str, rank: int, said: Sequence[int], found: Sequence[int]) -> None:
+    def _other_shape(self, name: str, rank: int, said: Sequence[int], actual: Sequence[int]) -> None:
         raise UnsupportedError(
             f"{name} of a DeepSpeed checkpoint of tensor parallelism can't be read",
             where=str(self._folder),
-            why=f"rank {rank} holds {list(found)}, and its description says {list(said)}",
+            why=f"rank {rank} holds {list(actual)}, and its description says {list(said)}",
             hint="DeepSpeed describes some layers (GPT-2's Conv1D) in another way than it cuts them",
         )
 

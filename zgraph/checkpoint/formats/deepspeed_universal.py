@@ -60,10 +60,10 @@ def _shaped(stored: Stored, shape: tuple[int, ...] | None, path: Path) -> Stored
     return dataclasses.replace(stored, shape=shape, strides=tuple(strides))
 
 
-def _complete_steps(found: Read, path: Path) -> None:
+def _complete_steps(read: Read, path: Path) -> None:
     """Add the counts of updates that ZeRO stage 3 saves in no parameter's folder, but once in the file for all, if all
     of its counts agree."""
-    without = {n for n, key in found.states if key != "step"} - {n for n, key in found.states if key == "step"}
+    without = {n for n, key in read.states if key != "step"} - {n for n, key in read.states if key == "step"}
     if not without or not path.exists():
         return
     common = TorchFile(path).value
@@ -74,4 +74,4 @@ def _complete_steps(found: Read, path: Path) -> None:
     steps = {number(s.get("step"), "step") for s in states.values() if isinstance(s, dict)} - {None}
     if len(steps) == 1:
         for name in without:
-            found.states[name, "step"] = torch.tensor(float(steps.copy().pop() or 0.0))
+            read.states[name, "step"] = torch.tensor(float(steps.copy().pop() or 0.0))

@@ -178,8 +178,8 @@ class PlainDcp(Source):
         return list(_groups(groups))
 
 
-def _groups(found: dict[int, dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    for _, group in sorted(found.items()):
+def _groups(saved: dict[int, dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    for _, group in sorted(saved.items()):
         names = group.pop("params", None)
         if isinstance(names, list) and all(isinstance(n, str) for n in names):
             numbers = {k: number(v, k) for k, v in group.items() if isinstance(v, Stored)}

@@ -40,7 +40,7 @@ def parameters_of(program: Program, update: Program | None) -> list[dict[str, An
     ]
 
 
-def _row(spec: ParamSpec, found: _Uses, states: int, kept: bool) -> dict[str, Any]:
+def _row(spec: ParamSpec, uses: _Uses, states: int, kept: bool) -> dict[str, Any]:
     shard_elements = math.prod(spec.shard_shape)
     return {
         "name": spec.name,
@@ -54,13 +54,13 @@ def _row(spec: ParamSpec, found: _Uses, states: int, kept: bool) -> dict[str, An
         "gradient": shard_elements * spec.grad_dtype.itemsize if spec.requires_grad else 0,
         "states": states,
         "home": spec.home or "device",
-        "forward": found.gathers[Phase.FORWARD],
-        "backward": found.gathers[Phase.BACKWARD],
-        "fetches": found.fetches,
-        "between": _between(spec, found, kept),
-        "reduction": ", ".join(dict.fromkeys(found.reductions)) or ("none" if spec.requires_grad else "frozen"),
-        "first": found.readers[0].name if found.readers else "",
-        "last": found.readers[-1].name if found.readers else "",
+        "forward": uses.gathers[Phase.FORWARD],
+        "backward": uses.gathers[Phase.BACKWARD],
+        "fetches": uses.fetches,
+        "between": _between(spec, uses, kept),
+        "reduction": ", ".join(dict.fromkeys(uses.reductions)) or ("none" if spec.requires_grad else "frozen"),
+        "first": uses.readers[0].name if uses.readers else "",
+        "last": uses.readers[-1].name if uses.readers else "",
     }
 
 
@@ -71,16 +71,16 @@ def _layout(spec: ParamSpec) -> str:
     return ", ".join(placements) or "whole"
 
 
-def _between(spec: ParamSpec, found: _Uses, kept: bool) -> str:
+def _between(spec: ParamSpec, uses: _Uses, kept: bool) -> str:
     """Return what happens to the unsharded parameter between its uses."""
     if spec.shard_dim is None:
         return "always whole" if spec.division is None else "always in parts"
     if kept:
         return "kept until weights change"
-    if not found.gathers:
+    if not uses.gathers:
         return "never gathered"
-    late = any(info(node).phase is Phase.BACKWARD for node in found.readers)
-    if found.gathers[Phase.FORWARD] and late and not found.gathers[Phase.BACKWARD]:
+    late = any(info(node).phase is Phase.BACKWARD for node in uses.readers)
+    if uses.gathers[Phase.FORWARD] and late and not uses.gathers[Phase.BACKWARD]:
         return "kept for the backward"
     return "released after use"
 
@@ -109,17 +109,17 @@ def _uses(program: Program) -> defaultdict[str, _Uses]:
     return uses
 
 
-def _count(node: fx.Node, found: _Uses) -> None:
+def _count(node: fx.Node, uses: _Uses) -> None:
     record = info(node)
     if node.target is transfers_to_host.FETCH:
-        found.fetches += 1
+        uses.fetches += 1
     elif not collectives.is_start(node):
         return
     elif record.role is Role.GATHER:
-        found.gathers[record.phase] += 1
+        uses.gathers[record.phase] += 1
     elif record.role is Role.REDUCE:
         how = collectives.reduce_op_of(node)
-        found.reductions.append(f"{collectives.kind(node)}{f' {how}' if how else ''} over {record.mesh_dim}")
+        uses.reductions.append(f"{collectives.kind(node)}{f' {how}' if how else ''} over {record.mesh_dim}")
 
 
 def _states(update: Program | None) -> dict[str, int]:
