@@ -1,5 +1,6 @@
 """The engine does what its calls say: accumulation, counters, checkpoints, optimizers and schedulers of the script's own, bad calls."""
 
+import argparse
 import copy
 import dataclasses
 import io
@@ -563,6 +564,131 @@ def test_state_dicts_go_round():
     other.load_state_dict(torch.load(buffer))
     assert same(other.module, engine.module)
     assert set(engine.module_state_dict()) == set(net().state_dict())
+
+
+def test_a_modules_state_dict_takes_deepspeeds_arguments():
+    model, other = net(), net(1)
+    model[0].requires_grad_(False)
+    engine, second = initialized(model)[0], initialized(other)[0]
+    into = {}
+    assert engine.module_state_dict(into, "net.", exclude_frozen_parameters=True) is into
+    assert set(into) == {"net.2.weight", "net.2.bias"}
+    assert next(iter(engine.module_state_dict(keep_vars=True).values())) is next(engine.module.parameters())
+    whole = weights(engine.module)
+    part = {n: v for n, v in whole.items() if n != "0.bias"}
+    before = weights(second.module)
+    for given, said in (
+        (part, r"may be: \['0.bias'\]"),
+        ({**whole, "x": whole["0.bias"]}, r"not the model's: \['x'\]"),
+    ):
+        with pytest.raises(CheckpointError, match=said):
+            second.load_module_state_dict({"module": given}, allowed_missing_keys=["2.bias"])
+    assert all(torch.equal(before[n], v) for n, v in weights(second.module).items())
+    second.load_module_state_dict({"module": part}, allowed_missing_keys=["0.bias"])
+    assert torch.equal(weights(second.module)["0.weight"], whole["0.weight"])
+    assert torch.equal(weights(second.module)["0.bias"], before["0.bias"])
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_function_of_the_scripts_own_loads_whole_weights(stage):
+    engine, *_ = initialized(net(1), config=changed(zero_optimization={"stage": stage}))
+    trained(engine, rows(2))
+
+    def load(src, dst):
+        for name, param in dst.named_parameters():
+            param.data.copy_(src[name])
+
+    engine.load_module_state_dict({"module": weights(net())}, custom_load_fn=load)
+    assert same(engine.module, net())
+    plain = net()
+    trained(engine, rows(2))  # (the masters, if there are some, are those weights)
+    assert not same(engine.module, plain)
+
+
+def test_options_of_compile_are_the_plans_and_are_reported(caplog):
+    engine, *_ = initialized()
+    with caplog.at_level(logging.WARNING):
+        engine.compile(
+            "eager", {"dynamic": True, "mode": "max-autotune", "fullgraph": True, "options": None, "backend": "x"}
+        )
+    assert engine.handle.plan.shapes == "dynamic" and engine.handle.plan.backend == "eager"
+    found = {row.key: row.verdict for row in engine.report.rows if row.key.startswith("engine.compile")}
+    assert found == {
+        "engine.compile(backend)": "applied",
+        "engine.compile(dynamic)": "applied",
+        "engine.compile(mode)": "no effect here",
+        "engine.compile(fullgraph)": "equivalent",
+    }
+    assert "engine.compile(mode='max-autotune') has no effect here" in caplog.text and "takes precedence" in caplog.text
+    engine.compile("eager", {"dynamic": False}, schedule=[(0, [])], compiled_autograd_enabled=True)
+    assert engine.handle.plan.shapes == "static" and "engine.compile(mode)" not in str(engine.report)
+    assert engine.report["engine.compile(schedule)"].verdict == "no effect here"
+    for given, said in (
+        ({"backend": "aot_eager"}, "backend='aot_eager'"),
+        ({"backend": lambda graph, inputs: graph}, "backend=<function"),
+        ({"compile_kwargs": {"options": {"max_autotune": True}}}, "options="),
+        ({"compile_kwargs": {"disable": True}}, "disable=True"),
+        ({"compile_kwargs": {"fulgraph": True}}, "no option 'fulgraph'"),
+    ):
+        with pytest.raises(UnsupportedError, match=said):
+            engine.compile(**given)
+    assert trained(engine, rows(2)) == trained(initialized()[0], rows(2))
+
+
+class Counting:
+    """A scheduler as Megatron has it: it is told by how many rows to go on."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.rows = optimizer, 0
+
+    def step(self, increment):
+        self.rows += increment
+        self.optimizer.param_groups[0]["lr"] = 1e-2 / (1 + self.rows)
+
+
+def test_a_scheduler_that_counts_rows_gets_those_of_a_step():
+    engine, _, _, scheduler = initialized(lr_scheduler=Counting)
+    trained(engine, rows(4))
+    assert scheduler.rows == 2 * engine.train_batch_size() == 8 and engine.get_lr() == [1e-2 / 9]
+    engine.set_train_batch_size(2)
+    trained(engine, rows(1))
+    assert scheduler.rows == 10
+    engine.backward(loss_of(engine, rows(1)[0]))
+    engine.step({"increment": 5})
+    assert scheduler.rows == 15
+
+
+def test_a_scheduler_that_takes_what_no_engine_gives_is_refused_before_the_update():
+    class Wants:
+        def step(self, one, other):
+            pass
+
+    for options, kwargs, said in (
+        ({"lr_scheduler": lambda optimizer: Wants()}, None, "Wants.step does not take one number alone"),
+        ({"lr_scheduler": Counting}, {"incremnt": 2}, "Counting.step does not take the arguments incremnt"),
+    ):
+        engine, *_ = initialized(config=changed(gradient_accumulation_steps=1), **options)
+        before = weights(engine.module)
+        engine.backward(loss_of(engine, rows(1)[0]))
+        with pytest.raises(StepError, match=said):
+            engine.step(kwargs)
+        assert all(torch.equal(before[n], v) for n, v in weights(engine.module).items()) and engine.global_steps == 0
+
+
+def test_a_loader_has_deepspeeds_arguments():
+    engine, *_ = initialized()
+    data = [torch.full((8,), float(at)) for at in range(4)]
+    loader = engine.deepspeed_io(data, 2, "eval", False, num_local_io_workers=1)
+    assert [batch[:, 0].tolist() for batch in loader] == [[0, 1], [2, 3]] and loader._loader.num_workers == 1
+    with pytest.raises(TypeError, match="num_workers"):
+        engine.deepspeed_io(data, num_workers=1)
+
+
+def test_arguments_have_the_local_rank(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    args = argparse.Namespace(local_rank=-1, deepspeed_config=None)
+    initialized(args=args)
+    assert args.local_rank == 0
 
 
 # -- bad calls --------------------------------------------------------------------------------------------------------------

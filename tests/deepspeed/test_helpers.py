@@ -26,6 +26,7 @@ from zgraph.deepspeed.pipe import (
     TiedLayerSpec,
 )
 from zgraph.deepspeed.pipe.topology import PipelineParallelGrid
+from zgraph.deepspeed.profiling.flops_profiler import FlopsProfiler
 from zgraph.errors import MeshError, ModelError, PlanError, StepError, UnsupportedError
 
 pytestmark = pytest.mark.usefixtures("no_group_left")
@@ -276,7 +277,7 @@ def collectives():
     comm.configure(deepspeed_config={"comms_logger": {"enabled": True, "prof_ops": ["all_reduce"]}})
     tensor = torch.ones(256) * comm.get_rank()
     comm.all_reduce(tensor, op=comm.ReduceOp.SUM, prof=True, log_name="mine")
-    comm.inference_all_reduce(tensor)
+    comm.inference_all_reduce(tensor, debug="here")
     parts = [torch.empty(2) for _ in range(comm.get_world_size())]
     comm.all_gather(parts, torch.full((2,), float(comm.get_rank())))
     measured = comm.log_summary(show_straggler=True, return_dict=True)
@@ -287,8 +288,9 @@ def collectives():
 def test_collectives_are_torchs_and_are_measured(two):
     for total, parts, measured in two.run(collectives):
         assert total == 2.0 and parts == [0.0, 1.0]
-        assert list(measured["summary"]) == ["all_reduce"] and measured["summary"]["all_reduce"][1024]["count"] == 2
-        assert measured["straggler_analysis"]["all_reduce"] >= 0
+        assert list(measured["summary"]) == ["mine", "all_reduce | here"]
+        assert all(sizes[1024]["count"] == 1 for sizes in measured["summary"].values())
+        assert measured["straggler_analysis"]["mine"] >= 0
 
 
 def test_nccl_without_a_gpu_is_gloo_and_says_so(caplog, monkeypatch):
@@ -337,15 +339,43 @@ def test_deepspeeds_optimizers_refuse_what_they_are_not():
     assert DeepSpeedCPUAdam(parameters, 1e-2, True, (0.8, 0.9), 1e-7, 0.3).param_groups[0]["weight_decay"] == 0.3
 
 
-def test_checkpointing_settings_that_belong_to_the_configuration_are_refused():
+def test_checkpointing_settings_that_belong_to_the_configuration_are_refused(caplog):
     with pytest.raises(UnsupportedError, match="cpu_checkpointing"):
         deepspeed.checkpointing.configure(None, checkpoint_in_cpu=True)
-    deepspeed.checkpointing.configure(None, num_checkpoints=2)
+    config = {"activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": False}}
+    deepspeed.checkpointing.configure(None, config, num_checkpoints=2)
+    told = [record.getMessage() for record in caplog.records]
+    assert ["partition_activations" in told[0], "num_checkpoints=2" in told[1], len(told)] == [True, True, 2]
     assert deepspeed.checkpointing.is_configured()
     with deepspeed.checkpointing.get_cuda_rng_tracker().fork():
         x = torch.ones(3, requires_grad=True)
         deepspeed.checkpointing.checkpoint(torch.sin, x).sum().backward()
     torch.testing.assert_close(x.grad, torch.cos(torch.ones(3)))
+
+
+def test_arguments_that_nothing_comes_of_are_told(caplog):
+    model, x = nn.Linear(2, 2), torch.ones(1, 2)
+    profiler = FlopsProfiler(model, recompute_fwd_factor=1.0)
+    profiler.start_profile(ignore_list=[nn.ReLU])
+    model(x)
+    profiler.stop_profile()
+    profiler.print_model_profile(top_modules=3)
+    deepspeed.zero.Init(enabled=False, dtype=torch.bfloat16, config_dict_or_path={})
+    deepspeed.checkpointing.get_cuda_rng_tracker().add("model-parallel-rng", 3)
+    said = [
+        r.getMessage().partition(" has no effect here: ")[0] for r in caplog.records if "no effect" in r.getMessage()
+    ]
+    assert said == [
+        "FlopsProfiler(recompute_fwd_factor)",
+        "start_profile(ignore_list)",
+        "print_model_profile(top_modules)",
+        "zero.Init(dtype=torch.bfloat16)",
+        "get_cuda_rng_tracker().add('model-parallel-rng', 3)",
+    ]
+    accelerator = deepspeed.get_accelerator()
+    assert torch.equal(accelerator.pin_memory(x, 1), x)
+    with pytest.raises(UnsupportedError, match="make_copy=False"):
+        accelerator.pin_memory(x, make_copy=False)
 
 
 def test_arguments_are_deepspeeds():

@@ -2,12 +2,14 @@
 
 import csv
 import importlib.machinery
+import json
 import logging
 import sys
 import types
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import zgraph.deepspeed as deepspeed
@@ -21,10 +23,11 @@ from zgraph.deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_sta
 from zgraph.deepspeed.utils.timer import ThroughputTimer
 from zgraph.deepspeed.utils.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
+    convert_zero_checkpoint_to_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
 )
-from zgraph.errors import PlanError, StepError
+from zgraph.errors import CheckpointError, PlanError, StepError
 
 pytestmark = pytest.mark.usefixtures("no_group_left")
 
@@ -41,9 +44,9 @@ def net():
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
 
 
-def run(config, steps=2):
+def run(config, steps=2, model=None):
     """An engine after some steps, and the mean losses of these."""
-    engine, *_ = deepspeed.initialize(model=net(), config=CONFIG | config)
+    engine, *_ = deepspeed.initialize(model=net() if model is None else model, config=CONFIG | config)
     means = []
     for step in range(steps):
         losses = []
@@ -140,11 +143,25 @@ def test_operations_are_told_by_module(tmp_path):
     assert "parameters of the model: 212" in text and "FLOP/s" in text
 
 
-def test_a_plain_model_is_profiled():
+def test_a_plain_model_is_profiled(tmp_path):
     model = net()
     flops, macs, parameters = get_model_profile(model, input_shape=(3, 8), print_profile=False, as_string=False)
     assert (flops, macs, parameters) == (2 * 3 * 192, 3 * 192, 212)
     assert model.training
+    get_model_profile(model, input_shape=(3, 8), output_file=tmp_path / "profile")
+    lines = (tmp_path / "profile").read_text().splitlines()
+    assert lines[0].startswith("step 1: parameters 212, 1.15 KFLOPS") and lines[1].split() == [
+        "module",
+        "FLOPs",
+        "share",
+    ]
+    assert [line.split() for line in lines[2:]] == [
+        ["Sequential", "1.15", "KFLOPS", "100.0%"],
+        ["Sequential.0", "768", "FLOPS", "66.7%"],
+        ["Sequential.2", "384", "FLOPS", "33.3%"],
+    ]
+    get_model_profile(model, input_shape=(3, 8), module_depth=0, output_file=tmp_path / "profile")
+    assert len((tmp_path / "profile").read_text().splitlines()) == 3
     with pytest.raises(StepError, match="needs an input"):
         get_model_profile(model)
     with pytest.raises(StepError, match="nothing was counted"):
@@ -188,6 +205,27 @@ def test_whole_weights_come_out_of_a_checkpoint(tmp_path):
     assert all(torch.equal(loaded[n], v) for n, v in state.items())
     convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "safe", safe_serialization=True)
     assert [p.suffix for p in (tmp_path / "safe").iterdir()] == [".safetensors"]
+
+
+def test_whole_weights_are_written_in_parts_in_a_dtype_and_without_frozen_ones(tmp_path):
+    model = net()
+    model[0].weight.requires_grad_(False)
+    model[1].register_buffer("seen", torch.ones(3))
+    engine, _ = run({"zero_optimization": {"stage": 3}}, model=model)
+    engine.save_checkpoint(tmp_path, tag="one")
+    names = [name for name in engine.module.state_dict() if name != "0.weight"]
+    state = get_fp32_state_dict_from_zero_checkpoint(tmp_path, exclude_frozen_parameters=True)
+    assert sorted(state) == sorted(names)
+    for folder, safe in (("bin", False), ("safe", True)):
+        convert_zero_checkpoint_to_state_dict(tmp_path, tmp_path / folder, "bf16", 100, safe, None, True)
+        index = json.loads(next((tmp_path / folder).glob("*.index.json")).read_text())
+        assert sorted(index["weight_map"]) == sorted(names) and len(set(index["weight_map"].values())) > 1
+        for name, file in index["weight_map"].items():
+            path = tmp_path / folder / file
+            loaded = load_file(path) if safe else torch.load(path)
+            assert torch.equal(loaded[name], state[name].bfloat16())
+    with pytest.raises(CheckpointError, match="no size"):
+        convert_zero_checkpoint_to_state_dict(tmp_path, tmp_path / "x", max_shard_size="5 apples")
 
 
 def test_a_configuration_error_is_caught_by_deepspeeds_name():

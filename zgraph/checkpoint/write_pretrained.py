@@ -65,7 +65,7 @@ def dtype_of(given: str | torch.dtype | None) -> torch.dtype | None:
     raise CheckpointError(f"{given!r} is no dtype of weights", hint=hint)
 
 
-def _size_of(given: str | int) -> int:
+def size_of(given: str | int) -> int:
     """Return `max_shard_size` in bytes. Raises `CheckpointError`."""
     try:
         size = parse_bytes(given)
@@ -295,7 +295,7 @@ def publish(
     """Write the model's weights; see `zgraph.api.handle.Handle.save_pretrained`."""
     agreement, module = runtime.everyone, runtime.module
     agreement.vote("a model to publish", f"{folder} {dtype} {max_shard_size} {averaged}")
-    wanted, most = dtype_of(dtype), _size_of(max_shard_size)
+    wanted, most = dtype_of(dtype), size_of(max_shard_size)
 
     def refused(rank: int, said: str) -> ZgraphError:
         return CheckpointError(f"rank {rank} could not publish the model", where=str(folder), why=said)
@@ -425,7 +425,7 @@ def export(
     `say` is called with each tensor's name. Raises `CheckpointError`; then the folder is as it was before, unless files
     were already being put in place.
     """
-    wanted, most = dtype_of(dtype), _size_of(max_shard_size)
+    wanted, most = dtype_of(dtype), size_of(max_shard_size)
     shapes = {n.removeprefix(MODEL): info.shape for n, info in source.tensors.items() if n.startswith(MODEL)}
     if like is None:
         views = [View(n, n, shape, row_by_row(shape), 0) for n, shape in shapes.items()]

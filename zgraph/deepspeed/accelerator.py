@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import mmap
 import os
 from typing import Any
 
 import torch
 
 from zgraph.deepspeed.utils.memory import most_resident_bytes, resident_bytes
+from zgraph.errors import UnsupportedError
 
 
 class Accelerator:
@@ -102,8 +104,19 @@ class Accelerator:
     def default_stream(self, device_index: int | None = None) -> Any:
         return torch.cuda.default_stream(device_index) if self._cuda else None
 
-    def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1, **_: Any) -> torch.Tensor:
-        """Return the tensor in page-locked memory; without a GPU, return the tensor itself."""
+    def pin_memory(
+        self, tensor: torch.Tensor, align_bytes: int = 1, make_copy: bool = True, match_shape: bool = True
+    ) -> torch.Tensor:
+        """Return a copy of the tensor in page-locked memory, of its own shape; without a GPU, return the tensor itself.
+
+        Raises `UnsupportedError` for an alignment beyond a page's, and for memory that is to be no copy.
+        """
+        if align_bytes > mmap.PAGESIZE or not (make_copy and match_shape):
+            raise UnsupportedError(
+                f"pin_memory(align_bytes={align_bytes}, make_copy={make_copy}, match_shape={match_shape})",
+                why="torch pins whole pages, and copies the tensor into them",
+                hint=f"at most {mmap.PAGESIZE} bytes, and a copy of the same shape",
+            )
         return tensor.pin_memory() if self._cuda else tensor
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:

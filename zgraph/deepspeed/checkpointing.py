@@ -7,16 +7,15 @@ are those of the program. A plan's `recompute` and `memory_budget` need no such 
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint as checkpoint_of_torch
 
+from zgraph.deepspeed.read_config import read
+from zgraph.deepspeed.utils.logging import no_effect
 from zgraph.errors import UnsupportedError
-
-logger = logging.getLogger(__name__)
 
 _configured = False
 
@@ -43,9 +42,19 @@ def configure(
     """Accept DeepSpeed's settings of checkpointing.
 
     Raises `UnsupportedError` for those that decide where activations are stored, and names the key of `initialize`'s
-    configuration to set instead. The others have no effect, since passes decide what they ask for.
+    configuration to set instead, as it says of a configuration's that it is `initialize` that they count for. The others have no effect,
+    since passes decide what they ask for.
     """
     global _configured
+    if deepspeed_config is not None:
+        section = read(deepspeed_config).get("activation_checkpointing") or {}
+        for key in ("partition_activations", "cpu_checkpointing"):
+            if section.get(key):
+                no_effect(
+                    f'configure(deepspeed_config: "{key}")', "it is the configuration of initialize that it counts in"
+                )
+    if getattr(mpu_, "get_model_parallel_world_size", lambda: 1)() > 1:
+        no_effect("configure(mpu_=…)", "what ranks share of activations follows from the plan's mesh")
     for asked, name, key in (
         (partition_activations, "partition_activations", "partition_activations"),
         (checkpoint_in_cpu, "checkpoint_in_cpu", "cpu_checkpointing"),
@@ -58,11 +67,12 @@ def configure(
             )
     for value, name in (
         (contiguous_checkpointing, "contiguous_checkpointing"),
+        (num_checkpoints, "num_checkpoints"),
         (synchronize, "synchronize"),
         (profile, "profile"),
     ):
         if value:
-            logger.warning("checkpointing.configure(%s=True) has no effect here: the program's passes decide it", name)
+            no_effect(f"checkpointing.configure({name}={value})", "the program's passes decide it")
     _configured = True
 
 
@@ -78,13 +88,17 @@ class _Tracker:
     """Named random states, as model code in Megatron's style uses them."""
 
     def add(self, name: str, seed: int) -> None:
-        """Do nothing: each rank's program draws the random numbers that the whole model would."""
+        """Do nothing but say so: each rank's program draws the random numbers that the whole model would."""
+        no_effect(
+            f"get_cuda_rng_tracker().add({name!r}, {seed})", "a rank draws the numbers that the whole model would"
+        )
 
     def reset(self) -> None:
         """Do nothing: no states are kept."""
 
     @contextlib.contextmanager
     def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
+        """Do nothing, whatever the `name`: see `add`."""
         yield
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,8 @@ from zgraph.checkpoint.source import MODEL, Source
 from zgraph.deepspeed import client_optimizer, comm
 from zgraph.deepspeed.full_values import load_whole
 from zgraph.deepspeed.lr_schedulers import Scheduler
+from zgraph.deepspeed.utils.logging import no_effect
+from zgraph.deepspeed.zero import GatheredParameters
 from zgraph.errors import CheckpointError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -189,15 +191,58 @@ class Checkpoints:
             logger.warning("the checkpoint says nothing of a %s: it begins anew", type(held).__name__)
 
     # -- state dicts ----------------------------------------------------------------------------------------------------
-    def module_state_dict(self, exclude_frozen_parameters: bool = False, **_: Any) -> dict[str, Any]:
-        """Return the model's own state dict, whose shards are DTensors."""
-        frozen = {n for n, p in self.module.named_parameters() if not p.requires_grad}
-        state = self.module.state_dict()
-        return {n: v for n, v in state.items() if not (exclude_frozen_parameters and n in frozen)}
+    def module_state_dict(
+        self,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """Return the model's own state dict, whose shards are DTensors; see `torch.nn.Module.state_dict`."""
+        into: dict[str, Any] = {} if destination is None else {"destination": destination}
+        state: dict[str, Any] = self.module.state_dict(prefix=prefix, keep_vars=keep_vars, **into)
+        if exclude_frozen_parameters:
+            for name, param in self.module.named_parameters(remove_duplicate=False):
+                if not param.requires_grad:
+                    state.pop(prefix + name, None)
+        return state
 
-    def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, **_: Any) -> None:
-        """Load the model's weights: whole tensors, equal on all ranks, or shards. All ranks must call it."""
-        load_whole(self.module, state_dict.get("module", state_dict), strict=strict)
+    def load_module_state_dict(
+        self,
+        checkpoint: Mapping[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[..., Any] | None = None,
+        fetch_z3_params: bool = False,
+        z3_params_to_fetch: Iterable[nn.Parameter] | None = None,
+        allowed_missing_keys: Iterable[str] | None = None,
+    ) -> None:
+        """Load the model's weights, of a state dict or of one under "module": whole tensors, equal on all ranks, or shards.
+
+        `custom_load_fn(src=state_dict, dst=model)` loads them itself, into whole parameters, of which those of rank 0 count. Otherwise nothing
+        has to be fetched, whatever `fetch_z3_params` and `z3_params_to_fetch` say. If `strict`, names may be missing that are in
+        `allowed_missing_keys`, and no others. All ranks must call it. Raises `CheckpointError` for others, before anything is loaded.
+        """
+        state = checkpoint.get("module", checkpoint)
+        if fetch_z3_params or z3_params_to_fetch is not None:
+            no_effect(
+                "load_module_state_dict(fetch_z3_params, z3_params_to_fetch)",
+                "each rank takes its shards of whole tensors",
+            )
+        if custom_load_fn is not None:
+            with GatheredParameters(self.module, modifier_rank=0):
+                custom_load_fn(src=state, dst=self.module)
+            return
+        if strict and allowed_missing_keys is not None:
+            held = self.module.state_dict().keys()
+            missing, unknown = sorted(held - state.keys() - set(allowed_missing_keys)), sorted(state.keys() - held)
+            if missing or unknown:
+                raise CheckpointError(
+                    "the state dict is of another model",
+                    why=f"missing, besides those that may be: {missing}; not the model's: {unknown}",
+                    hint="strict=False loads what there is",
+                )
+            strict = False
+        load_whole(self.module, state, strict=strict)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> None:
         """Load a state dict that the engine's `state_dict` returned, whose names begin with "module."."""
@@ -222,7 +267,7 @@ class Checkpoints:
         first = comm.get_rank() == 0
         found: dict[str, torch.Tensor] = {}
         whole: dict[int, torch.Tensor] = {}
-        for name, value in self.module_state_dict(exclude_frozen_parameters).items():
+        for name, value in self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters).items():
             if not isinstance(value, torch.Tensor):
                 continue
             if id(value) not in whole:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -160,6 +161,7 @@ class CommsLogger:
     def __init__(self) -> None:
         self.enabled = False
         self.verbose = False
+        self.debug = False
         self.prof_ops: list[str] = []
         self.calls: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
         self.compiled: Counter[tuple[str, int]] = Counter()  # collectives of compiled programs, by (name, bytes)
@@ -224,14 +226,16 @@ def configure(
     verbose: bool | None = None,
     debug: bool | None = None,
 ) -> None:
-    """Turn the log of collectives on or off, by arguments or by a configuration's section `comms_logger`."""
+    """Turn the log of collectives on or off, by arguments or by a configuration's section `comms_logger`. With `debug` a call's name
+    in the log has that of the function that made it."""
     section = dict(deepspeed_config.get("comms_logger") or {}) if isinstance(deepspeed_config, dict) else {}
-    given = {"enabled": enabled, "prof_ops": prof_ops, "verbose": verbose}
+    given = {"enabled": enabled, "prof_ops": prof_ops, "verbose": verbose, "debug": debug}
     section |= {name: value for name, value in given.items() if value is not None}
     if prof_all or (section.get("prof_all") and prof_ops is None):
         section["prof_ops"] = []
     comms_logger.enabled = bool(section.get("enabled", comms_logger.enabled))
     comms_logger.verbose = bool(section.get("verbose", comms_logger.verbose))
+    comms_logger.debug = bool(section.get("debug", comms_logger.debug))
     comms_logger.prof_ops = list(section.get("prof_ops", comms_logger.prof_ops))
 
 
@@ -289,7 +293,6 @@ def reset_log() -> None:
 
 
 # -- collectives --------------------------------------------------------------------------------------------------------------
-_OWN = ("prof", "log_name", "debug")  # arguments of DeepSpeed's functions that torch's do not have
 
 
 def _size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -303,14 +306,19 @@ def _size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 
 def _timed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return one of torch's collectives with its calls logged while the log is on."""
-    name = function.__name__
+    """Return one of torch's collectives with its calls logged while the log is on.
+
+    It takes DeepSpeed's own arguments as well: `log_name`, the name in the log; `prof`, log this call, whichever are logged; `debug`,
+    the caller's name in the log.
+    """
 
     @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        kwargs = {k: v for k, v in kwargs.items() if k not in _OWN}
-        if not comms_logger.wants(name):
+    def run(*args: Any, prof: bool = False, log_name: str | None = None, debug: Any = None, **kwargs: Any) -> Any:
+        name = log_name or function.__name__
+        if not (comms_logger.wants(name) or (prof and comms_logger.enabled)):
             return function(*args, **kwargs)
+        if debug or comms_logger.debug:
+            name = f"{name} | {debug if isinstance(debug, str) else sys._getframe(1).f_code.co_name}"
         begin = time.perf_counter()
         result = function(*args, **kwargs)
         if kwargs.get("async_op") and result is not None:

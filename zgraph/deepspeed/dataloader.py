@@ -20,6 +20,15 @@ class Share:
     ranks: int  # the number of ranks that read different rows
 
 
+@dataclass(frozen=True)
+class Reading:
+    """How rows are read."""
+
+    drop_last: bool = False  # leave out the rows at the end that make no whole micro-batch
+    pin_memory: bool = True  # put micro-batches into page-locked memory, where there is a GPU
+    workers: int = 0  # processes that read rows; 0: this one reads them
+
+
 class DeepSpeedDataLoader:
     """Micro-batches of `batch_size` rows of this rank's `share` of a data set.
 
@@ -35,7 +44,7 @@ class DeepSpeedDataLoader:
         *,
         sampler: Any = None,
         collate_fn: Callable[..., Any] | None = None,
-        drop_last: bool = False,
+        reading: Reading = Reading(),
     ) -> None:
         self.dataset = dataset
         self.batch_size = batch_size
@@ -54,8 +63,9 @@ class DeepSpeedDataLoader:
             batch_size=batch_size,
             sampler=sampler,
             collate_fn=collate_fn,
-            drop_last=drop_last,
-            pin_memory=torch.cuda.is_available(),
+            drop_last=reading.drop_last,
+            pin_memory=reading.pin_memory and torch.cuda.is_available(),
+            num_workers=reading.workers,
         )
         self._iterator: Iterator[Any] | None = None
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -27,11 +27,14 @@ from zgraph.api.handle import Handle
 from zgraph.capture.capture import find_loss
 from zgraph.deepspeed import comm
 from zgraph.deepspeed.checkpoints import Checkpoints
-from zgraph.deepspeed.dataloader import DeepSpeedDataLoader, RepeatingLoader, Share
+from zgraph.deepspeed.compile_options import fields_of
+from zgraph.deepspeed.dataloader import DeepSpeedDataLoader, Reading, RepeatingLoader, Share
 from zgraph.deepspeed.engine_settings import Settings
+from zgraph.deepspeed.lr_schedulers import step_of
 from zgraph.deepspeed.monitor import Monitor
 from zgraph.deepspeed.step_log import StepLog
 from zgraph.deepspeed.unsupported import EngineMisuse, Unsupported
+from zgraph.deepspeed.utils.logging import logger, no_effect
 from zgraph.deepspeed.utils.timer import ThroughputTimer
 from zgraph.errors import ModelError, StepError
 
@@ -387,19 +390,20 @@ class DeepSpeedEngine(Checkpoints, Settings, Unsupported, nn.Module):  # type: i
 
     def _update(self, lr_kwargs: Mapping[str, Any] | None) -> None:
         training = self._training
+        advance = step_of(self.lr_scheduler, lr_kwargs, self.train_batch_size())
         applied = self._planned_update() if training.planned else self._own_update()
         if training.client is not None:
             training.client._opt_called = True  # (torch's schedulers warn where they run ahead)
-        self._stepped(applied, lr_kwargs)
+        self._stepped(applied, advance)
 
-    def _stepped(self, applied: bool, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Count an update, and step the schedule unless the update was skipped."""
+    def _stepped(self, applied: bool, advance: Callable[[], Any]) -> None:
+        """Count an update, and step the schedule, by `advance`, unless the update was skipped."""
         counters = self._counters
         self._applied = applied
         if not applied:
             counters.skipped_steps += 1
-        elif self.lr_scheduler is not None:
-            self.lr_scheduler.step(**(lr_kwargs or {}))
+        else:
+            advance()
         counters.global_steps += 1
         managed = self.managed_gradient_accumulation()  # type: ignore[attr-defined]
         parts = self._batch.parts if managed else counters.backwards
@@ -534,12 +538,13 @@ class DeepSpeedEngine(Checkpoints, Settings, Unsupported, nn.Module):  # type: i
         dataset: Any,
         batch_size: int | None = None,
         route: str = "train",
+        pin_memory: bool = True,
         data_sampler: Any = None,
         collate_fn: Callable[..., Any] | None = None,
-        **others: Any,
+        num_local_io_workers: int | None = None,
     ) -> DeepSpeedDataLoader:
         """Return a loader of this rank's micro-batches of a data set. Rows are not shuffled for routes other than
-        "train"."""
+        "train". `num_local_io_workers` processes read them, or this one by default."""
         share = Share(self.data_rank(), self._batch.ranks)
         if data_sampler is None and route != "train":
             data_sampler = torch.utils.data.DistributedSampler(
@@ -551,7 +556,7 @@ class DeepSpeedEngine(Checkpoints, Settings, Unsupported, nn.Module):  # type: i
             share,
             sampler=data_sampler,
             collate_fn=collate_fn or self._training.collate_fn,
-            drop_last=self.dataloader_drop_last(),  # type: ignore[attr-defined]
+            reading=Reading(self.dataloader_drop_last(), pin_memory, num_local_io_workers or 0),  # type: ignore[attr-defined]
         )
 
     def data_rank(self) -> int:
@@ -567,19 +572,40 @@ class DeepSpeedEngine(Checkpoints, Settings, Unsupported, nn.Module):  # type: i
 
     get_data_parallel_rank = data_rank
 
-    def compile(self, backend: str = "inductor", **options: Any) -> None:
+    def compile(
+        self,
+        backend: str = "inductor",
+        compile_kwargs: Mapping[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
         """Switch to another of zgraph's backends, "inductor" or "eager". (Every step is compiled, with or without
-        this call.)"""
-        handle = self.handle
-        if backend != handle.plan.backend:
-            handle.recompile(handle.plan.model_copy(update={"backend": backend}))
+        this call.)
+
+        `compile_kwargs` are arguments of torch.compile: `dynamic` becomes the plan's `shapes`. `report` says what became of each that asks for
+        anything. Raises `UnsupportedError` for other backends, and for options that a plan has not.
+        """
+        options = dict(compile_kwargs or {})
+        if options.pop("backend", backend) != backend:
+            logger.warning("the backend of compile_kwargs is left out: the argument backend takes precedence")
+        options |= {"schedule": schedule, "compiled_autograd_enabled": compiled_autograd_enabled}
+        asked, rows = fields_of(backend, options)
+        handle, report = self.handle, self.report
+        changed = {name: value for name, value in asked.items() if value != getattr(handle.plan, name)}
+        if changed:
+            handle.recompile(handle.plan.model_copy(update=changed))
+        for row in rows:
+            if row.verdict == "no effect here":
+                no_effect(f"{row.key[:-1]}={row.value!r})", row.said)
+        kept = [row for row in report.rows if not row.key.startswith("engine.compile(")]
+        self._training.report = replace(report, rows=(*kept, *rows))
 
     @property
     def is_compiled(self) -> bool:
         return True
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
-        """Do nothing: the backward of a step's last micro-batch reduces."""
+        """Do nothing: the backward of a step's last micro-batch has reduced, in the buckets of the plan."""
 
     def _backward_epilogue(self) -> None:
         """Do nothing: scripts call it after a `loss.backward()` of several engines."""

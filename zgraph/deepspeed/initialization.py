@@ -88,6 +88,8 @@ def initialize(
         raise ModelError(f"initialize takes an nn.Module, not {type(model).__name__}")
     comm.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     _refuse_other_groups(mpu, mesh_param)
+    if hasattr(args, "local_rank"):  # (which torchrun says by a variable alone)
+        args.local_rank = comm.get_local_rank()
     given_config = read(_config_of(args, config, config_params))
     if isinstance(given_config.get("zero_optimization"), bool):
         given_config["zero_optimization"] = {"stage": int(given_config["zero_optimization"])}

@@ -7,16 +7,53 @@ are set after k steps.
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
 
-from zgraph.errors import PlanError
+from zgraph.errors import PlanError, StepError
 from zgraph.names import did_you_mean
 from zgraph.plan import lr_schedules as records
 from zgraph.record import Record
 
 VALID_LR_SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
+
+
+def step_of(scheduler: Any, named: Mapping[str, Any] | None, rows: int) -> Callable[[], Any]:
+    """Return the call that advances a scheduler by one update: with the arguments `named`; with `rows` for one that has to be told
+    by how much, as Megatron's; None for none.
+
+    Raises `StepError` for a scheduler that takes neither.
+    """
+    if scheduler is None:
+        return lambda: None
+    plain = functools.partial(scheduler.step, **(named or {}))
+    try:
+        takes = inspect.signature(scheduler.step).bind
+    except (TypeError, ValueError):  # (a function of C's does not say)
+        return plain
+    if _fits(takes, **(named or {})):
+        return plain
+    if not named and _fits(takes, rows):
+        return functools.partial(scheduler.step, rows)
+    given = f"the arguments {', '.join(named)}" if named else "one number alone"
+    raise StepError(
+        f"{type(scheduler).__name__}.step does not take {given}",
+        where="engine.step(lr_kwargs=…)",
+        why="the engine steps its scheduler after each update, with these by name or else with the number of rows",
+        hint="the arguments of the scheduler's own step; or step it in the script, and leave lr_scheduler out",
+    )
+
+
+def _fits(takes: Callable[..., Any], *values: Any, **named: Any) -> bool:
+    try:
+        takes(*values, **named)
+    except TypeError:
+        return False
+    return True
 
 
 class Scheduler:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from zgraph.deepspeed.comm import init_distributed
 from zgraph.deepspeed.deferred_init import deferred, materialise
+from zgraph.deepspeed.utils.logging import no_effect
 from zgraph.errors import ModelError, PlanError
 from zgraph.names import did_you_mean
 from zgraph.runtime.compiled_models import owner_of
@@ -53,6 +54,9 @@ class Init:
         for name in options:
             if name not in _OPTIONS:
                 raise PlanError(f"zero.Init has no argument {name!r}", hint=did_you_mean(name, _OPTIONS))
+        for name in ("dtype", "remote_device", "pin_memory", "param_swapper", "tensor_overrides"):
+            if options.get(name):
+                no_effect(f"zero.Init({name}={options[name]!r})", "the configuration of initialize says it")
         self.enabled = enabled and module is None  # (`initialize` shards a module that exists already)
         self._inside = contextlib.ExitStack()
 
@@ -89,7 +93,8 @@ class GatheredParameters:
 
     `params` is a parameter, several, or a module. Read them through their modules (`model.linear.weight`) inside. What
     `modifier_rank` writes to them is copied to the shards at the end. Without a `modifier_rank` they are for reading: a
-    changed one raises `ModelError` at the end. All ranks must enter it.
+    changed one raises `ModelError` at the end. `fwd_module` needs nothing: the captured graph shows what a module reads. All ranks
+    must enter it.
     """
 
     def __init__(

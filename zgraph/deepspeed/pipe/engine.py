@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from zgraph.deepspeed.dataloader import DeepSpeedDataLoader, RepeatingLoader
 from zgraph.deepspeed.engine import DeepSpeedEngine
+from zgraph.deepspeed.lr_schedulers import step_of
 from zgraph.deepspeed.pipe.module import PipelineError, PipelineModule
 from zgraph.deepspeed.pipe.topology import PipelineParallelGrid
 from zgraph.deepspeed.unsupported import EngineMisuse
@@ -57,11 +58,12 @@ class PipelineEngine(DeepSpeedEngine):
         elif data_iter is not None:
             raise StepError("train_batch() was given both data_iter and data", hint="give one of them")
         self._fit_parts()
+        advance = step_of(self.lr_scheduler, None, self.train_batch_size())
         self.tput_timer.start()
         with self._log.timed("train_batch"):
             loss = self.handle.train_step(data, targets)
         self._norm = self.handle.runtime.updater.grad_norm
-        self._stepped(self._settle())
+        self._stepped(self._settle(), advance)
         self._counters.micro_steps += self._batch.parts
         mean = self._over_ranks(loss)
         self._losses = [mean] if self.monitor.enabled else []

@@ -38,7 +38,9 @@ class LayerSpec:
         self.module_kwargs = module_kwargs
 
     def build(self, log: bool = False) -> nn.Module:
-        """Build the layer."""
+        """Build the layer; with `log`, log it."""
+        if log:
+            logger.info("[rank %d] building %r", comm.get_rank(), self)
         return self.typename(*self.module_args, **self.module_kwargs)
 
     def __repr__(self) -> str:

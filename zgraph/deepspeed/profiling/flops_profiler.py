@@ -16,7 +16,9 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from zgraph.deepspeed.utils.logging import no_effect
 from zgraph.errors import StepError
+from zgraph.units import columns
 
 logger = logging.getLogger("zgraph.deepspeed")
 
@@ -28,11 +30,18 @@ class FlopsProfiler:
 
     def __init__(self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0) -> None:
         self.model = model
+        self.ds_engine = ds_engine
+        if recompute_fwd_factor:
+            no_effect("FlopsProfiler(recompute_fwd_factor)", "a forward is counted alone, without its backward")
         self._counter: FlopCounterMode | None = None
         self._begin = self._seconds = 0.0
 
     def start_profile(self, ignore_list: Any = None) -> None:
         """Start to count."""
+        if ignore_list:
+            no_effect(
+                "start_profile(ignore_list)", "it leaves no operation out of the sums, and the table has all modules"
+            )
         self._counter = FlopCounterMode(display=False)
         self._counter.__enter__()
         self._begin = time.perf_counter()
@@ -72,17 +81,26 @@ class FlopsProfiler:
         detailed: bool = True,
         output_file: str | None = None,
     ) -> None:
-        """Log the counts of the whole model, and with `detailed` those of its modules down to a depth; or write them
+        """Log the counts of the whole model at a step, and with `detailed` those of its modules down to a depth; or write them
         into a file."""
-        head = (
-            f"parameters {self.get_total_params(True)}, {self.get_total_flops(True)}, {self.get_total_duration(True)}"
-        )
-        depth = module_depth if module_depth >= 0 else 999
-        text = f"{head}\n{self._counted().get_table(depth)}" if detailed else head
+        if top_modules != 1:
+            no_effect("print_model_profile(top_modules)", "the table has all modules of each depth")
+        head = f"step {profile_step}: parameters {self.get_total_params(True)}, {self.get_total_flops(True)}, {self.get_total_duration(True)}"
+        text = "\n".join([head, *self._table(module_depth)]) if detailed else head
         if output_file:
             Path(output_file).write_text(text + "\n")
         else:
             logger.info("%s", text)
+
+    def _table(self, depth: int) -> list[str]:
+        """Return a line for each module that was called, down to a depth (-1: all), with its operations and its share of all."""
+        total = max(self._counted().get_total_flops(), 1)
+        rows = [["module", "FLOPs", "share"]]
+        for name, counts in self._counted().get_flop_counts().items():
+            if name != "Global" and not 0 <= depth < name.count("."):
+                flops = sum(counts.values())
+                rows.append([name, _text(flops, "FLOPS", True), f"{flops / total:.1%}"])
+        return columns(rows, left=(0,))
 
     def _counted(self) -> FlopCounterMode:
         if self._counter is None:
@@ -125,7 +143,7 @@ def get_model_profile(
             for _ in range(warm_up):
                 call(*args, **(kwargs or {}))
             profiler = FlopsProfiler(model)
-            profiler.start_profile()
+            profiler.start_profile(ignore_modules)
             call(*args, **(kwargs or {}))
             profiler.stop_profile()
     finally:

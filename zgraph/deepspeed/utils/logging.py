@@ -17,6 +17,11 @@ if (_asked := os.environ.get("DEEPSPEED_LOG_LEVEL", "").lower()) in LEVELS:
     logger.setLevel(LEVELS[_asked])
 
 
+def no_effect(what: str, why: str) -> None:
+    """Say of an argument that a script gave that nothing comes of it here."""
+    logger.warning("%s has no effect here: %s", what, why)
+
+
 def log_dist(message: str, ranks: Collection[int] | None = None, level: int = logging.INFO) -> None:
     """Log a message on these ranks; on all if none are named, or if -1 is among them."""
     rank = comm.get_rank()

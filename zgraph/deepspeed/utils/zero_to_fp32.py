@@ -3,27 +3,36 @@ safetensors.)"""
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from zgraph.checkpoint.detect_format import open_checkpoint
 from zgraph.checkpoint.master_precision import is_current_in
+from zgraph.checkpoint.native import Checkpoint as NativeCheckpoint
 from zgraph.checkpoint.source import MODEL, OPTIMIZER, Source
-from zgraph.checkpoint.write_pretrained import export
+from zgraph.checkpoint.write_pretrained import dtype_of, export, size_of
 from zgraph.deepspeed.full_values import load_whole
+from zgraph.deepspeed.utils.logging import no_effect
+from zgraph.errors import CheckpointError
 from zgraph.runtime.compiled_models import is_compiled
 from zgraph.update.build_update import MASTER
 
 __all__ = [
     "convert_zero_checkpoint_to_fp32_state_dict",
+    "convert_zero_checkpoint_to_state_dict",
     "get_fp32_state_dict_from_zero_checkpoint",
     "load_state_dict_from_zero_checkpoint",
 ]
 
 Path_ = str | os.PathLike[str]
+
+_ANY = 1 << 62  # bytes of a file, where its size is not limited
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
@@ -35,11 +44,32 @@ def get_fp32_state_dict_from_zero_checkpoint(
     This process holds all of them. Raises `CheckpointError` if there is no checkpoint.
     """
     source = open_checkpoint(Path(checkpoint_dir), tag)
-    trained = {name for group in source.known.groups for name in group["names"]}
+    if lazy_mode:
+        no_effect("lazy_mode", "weights are whole tensors, which zgraph ckpt export reads and writes one by one")
+    return {name: _wide(source, name) for name in _names(source, exclude_frozen_parameters)}
+
+
+def _names(source: Source, exclude_frozen_parameters: bool) -> list[str]:
+    """Return the names of a checkpoint's weights and buffers, without frozen weights if that is asked for; then of one that zgraph did not
+    write without buffers as well, which it does not tell from frozen weights.
+
+    Raises `CheckpointError` if its optimizer has no states, which tell what trains.
+    """
     names = [name.removeprefix(MODEL) for name in source.tensors if name.startswith(MODEL)]
-    if exclude_frozen_parameters and trained:
-        names = [name for name in names if name in trained]
-    return {name: _wide(source, name) for name in names}
+    if not exclude_frozen_parameters:
+        return names
+    trained = {n.removeprefix(OPTIMIZER).rpartition(".")[0] for n in source.tensors if n.startswith(OPTIMIZER)}
+    if not trained:
+        raise CheckpointError(
+            "the checkpoint does not say which weights are frozen",
+            where=str(source.folder),
+            why="it has no states of an optimizer",
+            hint="take all weights",
+        )
+    if not isinstance(source, NativeCheckpoint):
+        return [name for name in names if name in trained]
+    frozen = {name for group in source.known.groups for name in group["names"]} - trained
+    return [name for name in names if name not in frozen]
 
 
 def _wide(source: Source, name: str) -> torch.Tensor:
@@ -64,24 +94,64 @@ def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: Path_
     return model
 
 
-def convert_zero_checkpoint_to_fp32_state_dict(
+def convert_zero_checkpoint_to_state_dict(
     checkpoint_dir: Path_,
     output_dir: Path_,
-    max_shard_size: str | None = "5GB",
+    dtype: str | torch.dtype = torch.float32,
+    max_shard_size: str | int | None = "5GB",
     safe_serialization: bool = False,
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Write the whole fp32 weights: with `safe_serialization` as safetensors of at most `max_shard_size`, else as
-    one `pytorch_model.bin`."""
+    """Write the whole weights, floating-point ones in `dtype`, into files of at most `max_shard_size`: with
+    `safe_serialization` safetensors, else `pytorch_model.bin`, or numbered ones with an index.
+
+    Raises `CheckpointError` if there is no checkpoint, and for what is no dtype or size.
+    """
     folder = Path(output_dir)
+    wanted, most = dtype_of(dtype), size_of(_ANY if max_shard_size is None else max_shard_size)
     if safe_serialization:
-        export(
-            open_checkpoint(Path(checkpoint_dir), tag), folder, dtype="fp32", max_shard_size=max_shard_size or 1 << 62
-        )
+        source = open_checkpoint(Path(checkpoint_dir), tag)
+        kept = set(_names(source, exclude_frozen_parameters))
+        source.tensors = {
+            n: t for n, t in source.tensors.items() if not n.startswith(MODEL) or n.removeprefix(MODEL) in kept
+        }
+        export(source, folder, dtype=wanted, max_shard_size=most)
         return
-    folder.mkdir(parents=True, exist_ok=True)
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
-    made = folder / f"pytorch_model.bin.{os.getpid()}"  # (all ranks may write the same file)
-    torch.save(state, made)
-    made.replace(folder / "pytorch_model.bin")
+    state = {n: v.to(wanted) if v.is_floating_point() else v for n, v in state.items()}
+    parts: list[dict[str, torch.Tensor]] = [{}]
+    for name, value in state.items():
+        if parts[-1] and sum(v.nbytes for v in parts[-1].values()) + value.nbytes > most:
+            parts.append({})
+        parts[-1][name] = value
+    folder.mkdir(parents=True, exist_ok=True)
+    files = [f"pytorch_model-{n:05}-of-{len(parts):05}.bin" for n in range(1, len(parts) + 1)]
+    files = files if len(parts) > 1 else ["pytorch_model.bin"]
+    for file, part in zip(files, parts, strict=True):
+        _put(folder / file, lambda path, part=part: torch.save(part, path))  # type: ignore[misc]
+    if len(parts) > 1:
+        weight_map = {name: file for file, part in zip(files, parts, strict=True) for name in part}
+        index = {"metadata": {"total_size": sum(v.nbytes for v in state.values())}, "weight_map": weight_map}
+        _put(folder / "pytorch_model.bin.index.json", lambda path: path.write_text(json.dumps(index, indent=2) + "\n"))
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: Path_,
+    output_dir: Path_,
+    max_shard_size: str | int | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Write the whole weights in fp32; see `convert_zero_checkpoint_to_state_dict`."""
+    convert_zero_checkpoint_to_state_dict(
+        checkpoint_dir, output_dir, torch.float32, max_shard_size, safe_serialization, tag, exclude_frozen_parameters
+    )
+
+
+def _put(path: Path, write: Callable[[Path], Any]) -> None:
+    """Write a file beside its place first: all ranks may write the same one."""
+    made = path.with_name(f"{path.name}.{os.getpid()}")
+    write(made)
+    made.replace(path)
