@@ -54,6 +54,12 @@ def test_the_same_error_comes_again(tmp_path, zero, backend):
     assert len(list(tmp_path.iterdir())) == 1, "running it again leaves no other"
 
 
+def test_a_program_of_symbolic_sizes_is_replayed(tmp_path):
+    folder = failing(tmp_path, dynamic={"x": {0: "rows"}, "y": {0: "rows"}})
+    assert "f32[rows, 8]" in (folder / "program.txt").read_text()
+    assert replay(folder).same
+
+
 def test_the_node_is_shown_with_its_neighbours(tmp_path):
     found = replay(failing(tmp_path, "breaks after regather", VerifyError))
     assert found.same and found.now.node == "tanh" and found.now.error.startswith("VerifyError: ")

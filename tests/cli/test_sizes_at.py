@@ -72,6 +72,16 @@ def test_reports_and_timelines_of_symbolic_programs(run, tmp_path):
     assert any(getattr(x, "shape", None) == (5, 8) for x in module.inputs(rows=5))
 
 
+def test_symbolic_programs_are_verified_bisected_and_bundled(run):
+    assert "bit for bit equal to the plain model" in run("verify")
+    assert "no pass changes numerics" in run("bisect")
+    run("dump", "--format", "bundle", "-o", "folder")
+    text = CliRunner().invoke(app, ["dump", "folder"]).output
+    assert text == run("dump") and "f32[rows, 64]" in text
+    at = CliRunner().invoke(app, ["dump", "folder", "--at", "rows=7"]).output
+    assert at == run("dump", "--at", "rows=7") and "f32[7, 64]" in at
+
+
 @pytest.mark.parametrize(
     ("at", "said"),
     [

@@ -58,6 +58,7 @@ PLANTED = [
     ("straight_through after regather", "beyond", 1, {}),
     ("off_by_one before cleanup", "beyond bits", 1, {}),
     ("rounded after bucket", "beyond", 1, {}),
+    ("rounded after reduce_gradients", "beyond", 1, {"dynamic": {"x": {0: "rows"}, "y": {0: "rows"}}}),
     ("stale_buffer after overlap", "beyond", 1, {}),
     ("kept_too_small after keep_gathered", "beyond bits", 2, {"zero": 2}),
     ("swapped", "beyond", 1, {"zero": 1, "optimizer": ADAM}),

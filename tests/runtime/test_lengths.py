@@ -240,6 +240,30 @@ def test_a_length_beyond_what_the_model_takes_is_refused_with_the_line_that_boun
     assert len(mine.zgraph.programs) == 1
 
 
+class Causal(nn.Module):
+    """Cuts a mask in two dimensions; where nothing is cut off, torch computes with it in another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.ones(10, 10).tril().bool())
+
+    def forward(self, x):
+        length, made = x.shape[1], self.mix(x)
+        scores = (made @ made.transpose(1, 2)).masked_fill(~self.seen[:length, :length], -torch.inf)
+        return (scores.softmax(-1) @ x).square().mean()
+
+
+def test_what_bounds_a_length_is_told_where_the_largest_has_a_program_of_its_own():
+    mine, plain = pair(Causal)
+    for rows, length in ((3, 4), (3, 6), (2, 10), (4, 10), (2, 5)):
+        assert difference(mine, plain, {"x": torch.randn(rows, length, 4)}) < 1e-6
+    assert len(mine.zgraph.programs) == 3
+    with pytest.raises(SignatureError, match="it is made for calls in which seq is 2 to 10") as found:
+        mine(x=torch.randn(2, 11, 4))
+    assert "test_lengths.py" in found.value.where
+
+
 class Counts(nn.Module):
     """Looks positions up that it counts itself; torch knows of no range then."""
 

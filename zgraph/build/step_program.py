@@ -438,7 +438,10 @@ class Serves(abc.ABC):
     def bound(self, point: Mapping[str, int]) -> tuple[str, str | None]:
         """Return (the first condition of its programs that does not hold at a point, the user's line that it comes
         from)."""
-        broken = (s.captured.sizes.broken(point) for s in self.programs())
+        broken: list[tuple[str, str | None]] = [
+            (f"{name} is {size}", None) for name, size in self.only.items() if point[name] != size
+        ]
+        broken += [s.captured.sizes.broken(point) for s in self.programs()]
         return next((condition for condition in broken if condition[0]), ("", None))
 
 

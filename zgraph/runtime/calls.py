@@ -219,7 +219,7 @@ class Calls:
                 logger.info("%s is not for this call: no longer %s", entry.name, stale.what)
             elif number >= least and (not point or entry.holds(point)):
                 return _Found(key, False, number, before, None)
-            else:
+            elif refused is None or not entry.only:  # (one for a range of sizes says more than one for a single size)
                 refused = entry
             before = key
         return _Found(self._new_key(sizes), True, len(states), before, refused)
