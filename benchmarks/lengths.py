@@ -1,6 +1,6 @@
 """What one program for every length costs: beside programs of one size each, and beside plain PyTorch in a Trainer.
 
-    OMP_NUM_THREADS=1 python benchmarks/lengths.py [--layers 4] [--pairs 40] [--parts compile step new peak trainer] [--write]
+    OMP_NUM_THREADS=1 python benchmarks/lengths.py [--layers 4] [--pairs 40] [--parts compile step new peak budget packed trainer] [--write]
 
 A Llama of width 256 (8 heads, 4 of keys, vocabulary 1,000), 2 rows, Inductor, one process. All seconds are the processor's, of the process and of
 the compilers that it starts: other load on the machine changes them less than the clock's. Each part is measured in a process of its own.
@@ -9,6 +9,9 @@ the compilers that it starts: other load on the machine changes them less than t
     step      a step at one size by the symbolic program, the static one of that size, and a hot one (shapes.hot): medians of the ratios of steps
               that follow each other, in turns
     new       the first step at a length that was not called for before / the second one, of several lengths
+    budget    the most bytes in a step at several lengths up to the maximum / a memory_budget of 0.9 of what a step at the maximum takes without
+    packed    64 documents in 4 rows, computed document by document: a step / one of 64 rows padded to the longest, in turns, of equal losses; and the
+              bytes that both take, and plain PyTorch, which makes the documents' mask
     peak      the most bytes that torch's allocator holds in a step at the declared maximum / what the forecast says
     trainer   transformers' Trainer with 10 steps of texts of 5 to 120 words, and an evaluation: after a run to warm up, compiled / plain
 
@@ -29,7 +32,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +44,13 @@ GOALS = {
     "step": ("a step's time, symbolic / static", 1.05),
     "new": ("the first step at a new length / the second", 2.0),
     "peak": ("measured peak at the largest sizes / forecast, off by", 0.03),
+    "budget": ("measured peak at any size / memory_budget", 1.0),
+    "packed": ("a step of packed documents / of padded ones", 1.0),
     "trainer": ("a Trainer's total time after a run to warm up, compiled / plain", 1.3),
 }
 ROWS, LENGTH, MAX = 2, 64, 256
+ALLOWED, BUDGETED = 0.9, (33, LENGTH, 130, 200, MAX)
+DOCUMENTS, PACKED_ROWS, PACKED_LENGTH = 64, 4, 1024
 NEW = (20, 33, 57, 96, 128, 47, 81, 110, 150, 200)
 
 
@@ -136,10 +143,13 @@ def new_lengths(layers: int) -> dict[str, Any]:
     return {"ratio": max(ratios.values()), "median": statistics.median(ratios.values()), "lengths": ratios}
 
 
-def peak(layers: int) -> dict[str, Any]:
+def peaks(layers: int, lengths: Sequence[int], **fields: Any) -> tuple[dict[int, int], int]:
+    """Return (the most bytes that the allocator holds in a step, by length, and what the forecast says of the largest sizes)."""
     from zgraph.runtime import allocations
 
     allocations.count()
+    import torch
+
     import zgraph
     from zgraph.passes.analysis.simulator import simulate
 
@@ -147,14 +157,11 @@ def peak(layers: int) -> dict[str, Any]:
         "input_ids": {0: "batch", 1: "seq"},
         "labels": {0: zgraph.Size("batch", max=ROWS), 1: zgraph.Size("seq", max=MAX)},
     }
-    plan = zgraph.Plan(dynamic=dynamic, optimizer=zgraph.SGD(lr=1e-3))
     gc.collect()
     before = allocations.live()
-    model = zgraph.compile(llama(layers), plan)
-    import torch
-
+    model = zgraph.compile(llama(layers), zgraph.Plan(dynamic=dynamic, optimizer=zgraph.SGD(lr=1e-3), **fields))
     found = {}
-    for length in (LENGTH, MAX):
+    for length in lengths:
         tokens = torch.randint(1000, (ROWS, length))
         model.train_step(input_ids=tokens, labels=tokens)
         gc.collect()
@@ -163,13 +170,74 @@ def peak(layers: int) -> dict[str, Any]:
         found[length] = allocations.peak() - before
     (step,) = model.zgraph.programs.values()
     said = simulate(step.history().program, model.zgraph.runtime.costs)
-    forecast = sum(said.peak.values()) + step.outside.held
+    return found, sum(said.peak.values()) + step.outside.held
+
+
+def peak(layers: int) -> dict[str, Any]:
+    found, forecast = peaks(layers, (LENGTH, MAX))
     return {
         "peak": found[MAX],
         "at_typical": found[LENGTH],
         "forecast": forecast,
         "ratio": abs(found[MAX] / forecast - 1),
     }
+
+
+def budget(layers: int) -> dict[str, Any]:
+    _, forecast = peaks(layers, (LENGTH,))
+    allowed = int(ALLOWED * forecast)
+    found, _ = peaks(layers, BUDGETED, memory_budget=allowed)
+    return {"ratio": max(found.values()) / allowed, "budget": allowed, "forecast": forecast, "peaks": found}
+
+
+def documents() -> tuple[list[int], dict[str, Any], dict[str, Any]]:
+    """Return (the documents' lengths, a batch of them packed into rows, and one of a row for each, padded)."""
+    import torch
+
+    draw = random.Random(0)
+    rows = []
+    for _ in range(PACKED_ROWS):
+        cuts = sorted(draw.sample(range(1, PACKED_LENGTH), DOCUMENTS // PACKED_ROWS - 1))
+        rows.append([b - a for a, b in zip([0, *cuts], [*cuts, PACKED_LENGTH], strict=True)])
+    lengths = [n for row in rows for n in row]
+    words = torch.randint(1, 1000, (PACKED_ROWS, PACKED_LENGTH), generator=torch.Generator().manual_seed(0))
+    places = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows])
+    labels = words.masked_fill(places == 0, -100)
+    pad = lambda x, by: torch.nn.utils.rnn.pad_sequence(x.flatten().split(lengths), True, by)  # noqa: E731
+    padded = {"input_ids": pad(words, 0), "labels": pad(labels, -100), "attention_mask": pad(words.clamp(max=1), 0)}
+    return lengths, {"input_ids": words, "labels": labels, "position_ids": places}, padded
+
+
+def packed(layers: int, turns: int) -> dict[str, Any]:
+    from zgraph.runtime import allocations
+
+    allocations.count()
+    import zgraph
+
+    lengths, together, padded = documents()
+    ways = {
+        "packed": (zgraph.compile(llama(layers), zgraph.Plan()), together),
+        "masked": (llama(layers), together),
+        "padded": (zgraph.compile(llama(layers), zgraph.Plan()), padded),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    most, losses = {}, {}
+    for turn in range(1 + turns):
+        for name, (model, batch) in ways.items():
+            gc.collect()
+            before, begin = allocations.live(), cpu()
+            allocations.reset_peak()
+            loss = model(**batch).loss
+            loss.backward()
+            if turn:  # (the first one compiles)
+                seconds[name].append(cpu() - begin)
+            most[name], losses[name] = allocations.peak() - before, float(loss.detach())
+            model.zero_grad(set_to_none=True)
+    worst = max(abs(loss / losses["masked"] - 1) for loss in losses.values())
+    assert worst < 1e-5, losses
+    ratios = [a / b for a, b in zip(seconds["packed"], seconds["padded"], strict=True)]
+    times = {name: statistics.median(each) for name, each in seconds.items()}
+    return {"ratio": statistics.median(ratios), "seconds": times, "peaks": most, "longest": max(lengths)}
 
 
 def trainer(layers: int) -> dict[str, Any]:
@@ -263,6 +331,16 @@ def shown(part: str, found: dict[str, Any]) -> str:
     if part == "peak":
         most, said, typical = (f"{found[name] / 2**20:.1f} MiB" for name in ("peak", "forecast", "at_typical"))
         return f"{most}, forecast {said}; {typical} at length {LENGTH}"
+    if part == "budget":
+        by_length = ", ".join(f"{most / 2**20:.1f} MiB at {length}" for length, most in found["peaks"].items())
+        return f"{by_length}; budget {found['budget'] / 2**20:.1f} MiB, without one {found['forecast'] / 2**20:.1f} MiB"
+    if part == "packed":
+        words = {"packed": "packed", "padded": f"padded to {found['longest']}", "masked": "plain PyTorch, packed"}
+        each = (
+            f"{word} {found['seconds'][name]:.2f} s, {found['peaks'][name] / 2**20:.0f} MiB"
+            for name, word in words.items()
+        )
+        return "; ".join(each)
     later, first = found["later"], found["first"]
     return (
         f"{later['compiled']:.2f} s / {later['plain']:.2f} s (the run to warm up: {first['compiled']:.1f} s / {first['plain']:.1f} s); "
@@ -283,6 +361,8 @@ PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "step": lambda args: steps(args.layers, args.pairs),
     "new": lambda args: new_lengths(args.layers),
     "peak": lambda args: peak(args.layers),
+    "budget": lambda args: budget(args.layers),
+    "packed": lambda args: packed(args.layers, max(3, args.pairs // 8)),
     "trainer": lambda args: trainer(args.layers),
 }
 
