@@ -21,6 +21,7 @@ import torch
 
 from zgraph.cache.store import Store, hashed
 from zgraph.codegen.executable import Executable, Kernel
+from zgraph.codegen.lower_collectives import has_own_rank
 from zgraph.errors import UnsupportedError
 from zgraph.program.lazy_program import text_of
 from zgraph.program.program import Program
@@ -68,12 +69,20 @@ class CodeCache:
         if program.sizes:
             return None  # (the guards that Inductor adds to the sizes are not stored with the code)
         try:
-            # (over gloo, and in a ring, the code contains this rank's number)
-            places = {name: process_groups.backend_of(name, self.device) for name in how["groups"].values()}
-            return hashed(self.conditions, text_of(program), json.dumps([how, places], sort_keys=True))
+            text = text_of(program)
         except UnsupportedError as error:
-            logger.debug("the code of %s is not kept: %s", program.name, error)
+            self.refuse(program, str(error))
             return None
+        places = {name: process_groups.backend_of(name, self.device) for name in how["groups"].values()}
+        backends = {name: backend for name, (backend, _) in places.items()}
+        own = has_own_rank(text, backends.values())
+        self.store.usage.by_rank |= own
+        return hashed(self.conditions, text, json.dumps([how, places if own else backends], sort_keys=True))
+
+    def refuse(self, program: Program, why: str) -> None:
+        """Note that the code of a program can't be kept."""
+        logger.debug("the code of %s is not kept: %s", program.name, why)
+        self.store.usage.refuse(f"the code of {program.name} is not kept for later processes: {why}")
 
     def take(self, key: str) -> Code | None:
         """Return the code with this key after putting its libraries where Inductor looks for them.
@@ -105,6 +114,7 @@ class CodeCache:
                 data = (Path(inductor_code.inductor_folder()) / path).read_bytes()
             except OSError as error:
                 logger.debug("code is not kept: %s", error)
+                self.store.usage.refuse(f"code of {self.words['program']} is not kept for later processes: {error}")
                 return
             total = hashlib.sha256(data).hexdigest()
             if not self.store.has(LIBRARY, total):

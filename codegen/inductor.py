@@ -64,8 +64,11 @@ def compile_inductor(
         return loaded
     compiled = _compiled(program, how)
     executable = compiled.executable
-    if kept is not None and key is not None and compiled.record is not None:
-        kept.keep(key, Code.of(executable, compiled.record))
+    if kept is not None and key is not None:
+        if compiled.record is not None:
+            kept.keep(key, Code.of(executable, compiled.record))
+        else:
+            kept.refuse(program, "Inductor's code of it can't be loaded by another process")
     if not program.sizes:
         return executable
     names = tuple(s.name for s in program.sizes.symbols)

@@ -12,6 +12,7 @@ operator, and a reduce-scatter is an all-reduce of which each rank keeps its par
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection
 
 import torch
 from torch import fx
@@ -23,6 +24,13 @@ from zgraph.program.program import Program
 from zgraph.torch_compat import fx_graphs, process_groups
 
 aten = torch.ops.aten
+
+
+def has_own_rank(text: str, backends: Collection[str]) -> bool:
+    """Return whether code over groups of these backends has this rank's number in it; `text` is the program's JSON
+    form."""
+    ranked = [collectives.SHIFT, *([collectives.REDUCE_SCATTER] if "gloo" in backends else [])]
+    return any(f'"{target}"' in text for target in ranked)
 
 
 def fit(program: Program, groups: dict[str, str]) -> None:

@@ -153,6 +153,7 @@ class StoredStep:
             frame = self._data["captured"] if self._data else [frame_to_json(captured), digest(captured)]
         except UnsupportedError as error:
             logger.debug("%s is not kept: %s", captured.name, error)
+            self.store.usage.refuse(f"{captured.name} is not kept for later processes: {error}")
             return
         self._data = {"captured": frame, "facts": facts.said(), "parts": known}
         self.store.put_json(STEP, self.key, self._data, words)
@@ -229,6 +230,7 @@ class StoredPrograms:
         return StoredStep(self.store, key, CodeCache(self.store, condition_hash, self.device, self.words(name)))
 
     def _tell(self, line: str) -> None:
+        self.store.usage.refuse(line)
         if line not in self._told:
             self._told.add(line)
             logger.info("%s", line)

@@ -74,11 +74,6 @@ IGNORED = frozenset(
         "MAST_HPC_JOB_NAME",
         "ProgramFiles",
         "ROLE_RANK",
-        "TORCHELASTIC_ERROR_FILE",
-        "TORCHELASTIC_MAX_RESTARTS",
-        "TORCHELASTIC_RESTART_COUNT",
-        "TORCHELASTIC_RUN_ID",
-        "TORCHELASTIC_USE_AGENT_STORE",
         "TORCHINDUCTOR_CACHE_DIR",
         "TORCHINDUCTOR_COMPILE_THREADS",
         "TORCH_TRACE",
@@ -91,11 +86,14 @@ IGNORED = frozenset(
         "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",  # (torch sets it itself)
     }
 )
+# (torchrun sets variables of these kinds for its ranks: how they are started, and how long NCCL waits for them)
+IGNORED_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_")
 
 
 def is_read(name: str) -> bool:
     """Return whether programs may depend on an environment variable."""
-    return name not in IGNORED and (name in NAMES or name.startswith(PREFIXES))
+    ignored = name in IGNORED or name.startswith(IGNORED_PREFIXES)
+    return not ignored and (name in NAMES or name.startswith(PREFIXES))
 
 
 def conditions(device: torch.device) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import stat
 import uuid
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,21 @@ class Found:
     fault: str  # what is wrong with it; "" if nothing is
 
 
+@dataclass
+class Usage:
+    """What was done with a store since it was opened."""
+
+    taken: set[tuple[str, str]] = field(default_factory=set)  # (kind, key) of entries that were there, and intact
+    written: set[tuple[str, str]] = field(default_factory=set)  # (kind, key) of entries that were written
+    refused: list[str] = field(default_factory=list)  # what could not be kept, and why: a sentence for each
+    by_rank: bool = False  # whether an entry that was asked for is for this rank alone
+
+    def refuse(self, line: str) -> None:
+        """Note what can't be kept, and why."""
+        if line not in self.refused:
+            self.refused.append(line)
+
+
 class Damaged(ValueError):
     """The error for an entry that is not as it was written."""
 
@@ -52,17 +67,21 @@ class Store:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.read_only = False  # the last entry could not be written
+        self.usage = Usage()
 
     def get(self, kind: str, key: str) -> bytes | None:
         """Return the body of the entry with this key; None if there is none, or none that is intact."""
         path = self._path(kind, key)
         try:
-            return _body(path.read_bytes(), kind, key)
+            found = _body(path.read_bytes(), kind, key)
         except FileNotFoundError:
             return None
         except (OSError, Damaged) as error:
             logger.warning("%s can't be used (%s): made again", path, error)
             return None
+        if (kind, key) not in self.usage.written:
+            self.usage.taken.add((kind, key))
+        return found
 
     def get_json(self, kind: str, key: str) -> Any:
         """Return the value of an entry that `put_json` wrote; None as in `get`."""
@@ -82,7 +101,9 @@ class Store:
             part.write_bytes(_entry(kind, key, body, words))
             os.replace(part, path)
             self.read_only = False
+            self.usage.written.add((kind, key))
         except OSError as error:
+            self.usage.refuse(f"what was compiled can't be kept: {error}")
             if not self.read_only:
                 logger.warning("what was compiled can't be kept: %s", error)
             self.read_only = True

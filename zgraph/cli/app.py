@@ -27,6 +27,7 @@ from zgraph.cli.launch import launch
 from zgraph.cli.memory import memory
 from zgraph.cli.passes import passes
 from zgraph.cli.plan import plan
+from zgraph.cli.precompile import precompile
 from zgraph.cli.report import report
 from zgraph.cli.repro import repro
 from zgraph.cli.timeline import timeline
@@ -82,6 +83,7 @@ app.command()(repro)
 app.command()(env)
 app.command()(forecast)
 app.command()(calibrate)
+app.command()(precompile)
 app.command()(cache)
 app.command(context_settings={"allow_extra_args": True, "allow_interspersed_args": False})(launch)
 app.add_typer(ckpt, name="ckpt")

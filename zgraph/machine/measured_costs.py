@@ -35,7 +35,7 @@ from zgraph.offload.run_transfers import Tiers
 from zgraph.passes.analysis.costs import Costs, Hardware, Link, ring
 from zgraph.plan.plan import Plan
 from zgraph.ranks.agreement import Agreement
-from zgraph.ranks.host import text_of
+from zgraph.ranks.host import cache_folder, text_of
 from zgraph.record import Record
 from zgraph.torch_compat import process_groups
 
@@ -76,6 +76,8 @@ def agreed_costs(plan: Plan, device: torch.device, agreement: Agreement, mesh: D
     costs = agreement.together("the hardware's file", lambda: costs_of(told, device), refused)
     if named is None and _is_real(agreement):
         costs = replace(costs, hardware=_measured(costs, device, agreement, mesh))
+    elif named is None and process_groups.stands_in():
+        costs = replace(costs, hardware=_from_before(costs, device, agreement, mesh))
     agreement.vote("the table of costs (plan.hardware)", costs.hardware.model_dump_json())
     return costs
 
@@ -121,13 +123,37 @@ def _measured(costs: Costs, device: torch.device, agreement: Agreement, mesh: De
         if host in missing and like[0] == agreement.rank():
             measurement_cache.write("device", key, slowest([rates[at] for at in like]))
     links = _links(device, agreement, mesh, sorted(set(hosts)))
-    name = key["device"]
-    hardware = slowest(rates).of(costs.hardware, f"{name}, measured")
-    hardware = hardware.model_copy(update={"links": {**hardware.links, **links}})
+    hardware = _hardware(costs, key, rates, links)
     if agreement.first():
         origin = "measured" if missing else "kept from before"
         logger.info("%s; rates %s, %.1f s in all", _in_words(hardware, links), origin, time.perf_counter() - began)
     return hardware
+
+
+def _hardware(costs: Costs, key: dict[str, str], rates: list[Rates], links: dict[str, Link]) -> Hardware:
+    hardware = slowest(rates).of(costs.hardware, f"{key['device']}, measured")
+    return hardware.model_copy(update={"links": {**hardware.links, **links}})
+
+
+def _from_before(costs: Costs, device: torch.device, agreement: Agreement, mesh: DeviceMesh | None) -> Hardware:
+    """Return what ranks have measured in an earlier run in which all of them were on this machine. Raises `PlanError`
+    if nothing of that is cached."""
+    host, ranks = socket.gethostname(), len(agreement.ranks)
+    key, dims = _device_key(device, costs.fused, ranks), _dims(mesh)
+    rates = measurement_cache.read("device", key, Rates)
+    links = Links(links={})
+    if mesh is not None and dims:
+        links = measurement_cache.read("links", _links_key(device, mesh, dims, [host]), Links) or links
+    if rates is None or not dims.keys() <= links.links.keys():
+        raise PlanError(
+            f"nobody knows yet what {ranks} ranks will schedule by",
+            where="hardware",
+            why="without it ranks measure their devices and links when a model is compiled, programs depend on that, and"
+            f" {cache_folder()} has no such measurement of {ranks} ranks on {host}",
+            hint=f"name the hardware in the plan, or in {VARIABLE} here and for the ranks: a file of zgraph calibrate, say;"
+            " or let the ranks run once, which keeps what they measure",
+        )
+    return _hardware(costs, key, [rates], links.links)
 
 
 def _measure(device: torch.device, costs: Costs, key: dict[str, str]) -> Rates:
@@ -161,22 +187,12 @@ def _device_key(device: torch.device, fused: bool, ranks: int) -> dict[str, str]
 def _links(device: torch.device, agreement: Agreement, mesh: DeviceMesh | None, hosts: list[str]) -> dict[str, Link]:
     """Return the links of the mesh's dimensions: the cached ones if the new measurements are alike, else the new
     ones."""
-    dims = {} if mesh is None else dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
-    dims = {dim: size for dim, size in dims.items() if size > 1}
+    dims = _dims(mesh)
     if mesh is None or not dims:
         return {}
-    groups = {dim: str(mesh.get_group(dim).group_name) for dim in dims}
-    backends = {dim: process_groups.backend_of(group, device)[0] for dim, group in groups.items()}
     each = LINK_SECONDS / len(dims)
-    now = {d: measure_link(groups[d], ranks, device, agreement, each) for d, ranks in dims.items()}
-    key = {
-        "hosts": " ".join(hosts),
-        "mesh": repr(mesh.mesh.tolist()),
-        "dims": repr(dims),
-        "backends": repr(backends),
-        "threads": str(torch.get_num_threads()),
-        "versions": f"torch {version('torch')}, zgraph {__version__}, {FORMAT}",
-    }
+    now = {d: measure_link(_group(mesh, d), ranks, device, agreement, each) for d, ranks in dims.items()}
+    key = _links_key(device, mesh, dims, hosts)
     before = measurement_cache.read("links", key, Links) if agreement.first() else None
     before = agreement.gather("what is kept of links", before)[0]
     same = {d for d, ranks in dims.items() if before and d in before.links and alike(before.links[d], now[d], ranks)}
@@ -184,6 +200,28 @@ def _links(device: torch.device, agreement: Agreement, mesh: DeviceMesh | None, 
     if len(same) < len(dims) and agreement.first():
         measurement_cache.write("links", key, Links(links=links))
     return links
+
+
+def _dims(mesh: DeviceMesh | None) -> dict[str, int]:
+    """Return the sizes of a mesh's dimensions with links."""
+    dims = {} if mesh is None else dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+    return {dim: size for dim, size in dims.items() if size > 1}
+
+
+def _group(mesh: DeviceMesh, dim: str) -> str:
+    return str(mesh.get_group(dim).group_name)
+
+
+def _links_key(device: torch.device, mesh: DeviceMesh, dims: dict[str, int], hosts: list[str]) -> dict[str, str]:
+    """Return everything that the links of a mesh depend on."""
+    return {
+        "hosts": " ".join(hosts),
+        "mesh": repr(mesh.mesh.tolist()),
+        "dims": repr(dims),
+        "backends": repr({dim: process_groups.backend_of(_group(mesh, dim), device)[0] for dim in dims}),
+        "threads": str(torch.get_num_threads()),
+        "versions": f"torch {version('torch')}, zgraph {__version__}, {FORMAT}",
+    }
 
 
 def alike(old: Link, new: Link, ranks: int) -> bool:

@@ -30,7 +30,7 @@ class PendingGradients:
     def __init__(self, shards: Shards, device: torch.device, *, reduces: bool) -> None:
         self.shards = shards
         self.device = device
-        self._reduces = reduces
+        self.reduces = reduces  # whether each backward reduces, inside `no_sync` too
 
     def reduction(self, adds: Callable[[], frozenset[str]], *, accumulating: bool, never: bool = False) -> Reduction:
         """Return how the gradients of the next backward are reduced; `adds` returns the parameters whose `.grad` it
@@ -40,7 +40,7 @@ class PendingGradients:
         a hook is called with the gradient of one backward, as in autograd, not with a sum of several. `never`: the
         update takes gradients unreduced.
         """
-        if self._reduces:
+        if self.reduces:
             return Reduction()
         if never:
             return Reduction(now=False)

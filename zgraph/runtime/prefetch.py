@@ -38,6 +38,10 @@ class FirstGathers:
         self._unchanged = Staleness(shards, device, "step() had sent them to the other ranks")
 
     # -- the update's side --------------------------------------------------------------------------------------------
+    def follow(self, step: StepProgram) -> None:
+        """Take this program for the one that ran last."""
+        self.step = step if step.first_gathers() else None
+
     def order(self) -> list[str]:
         """Return the parameters that the next forward needs first, in order."""
         return [p.name for e in self.step.first_gathers() for p in e.program.inputs] if self.step is not None else []

@@ -198,6 +198,22 @@ class Runtime(Rank):
         self._make(step)
         self.hot_sizes.made(step)
 
+    def prepare_step(self, step: StepProgram) -> None:
+        """Compile what the rest of a training step needs after `prepare`, before anything runs: the programs of the
+        other micro-batches, and the update.
+        """
+        if not step.differentiated:
+            return
+        for _, variant, _ in step.runs():
+            step.forward(variant.gathered_before)
+            if self.waiting.reduces:
+                step.backward()
+            elif self.updater.reduces:
+                step.backward(variant.reduce, variant.accumulated)
+            else:
+                step.backward(reduce=False)
+        self.updater.prepare(step)
+
     def _make(self, step: StepProgram) -> None:
         compile_all(step, lambda: check_capacity(self, step))
 

@@ -36,6 +36,7 @@ from zgraph.update.parameter_groups import members_of
 from zgraph.update.states import States
 
 if TYPE_CHECKING:
+    from zgraph.build.step_program import StepProgram
     from zgraph.update.resume import Known
 
 logger = logging.getLogger(__name__)
@@ -333,9 +334,7 @@ class Updater:
 
     def clip_only(self) -> torch.Tensor | None:
         """Clip (and scale) the gradients in place, for the user's own optimizer."""
-        options = self.options
-        ties = self.held is not None and self.held.ties  # (of any rank: all agree on what they do together)
-        if options.clip_norm is None and options.clip_value is None and not options.factor and not ties:
+        if not self._changes_gradients:
             return None
         names = self.with_gradients()
         self.runtime.agree_on_update(names, Hyperparameters())
@@ -343,6 +342,23 @@ class Updater:
         norm = self._run(names)
         self._refuse_infinite("the gradients are as they were: zero them before the next step")
         return norm
+
+    @property
+    def _changes_gradients(self) -> bool:
+        """Whether gradients are changed for the user's own optimizer."""
+        options = self.options
+        ties = self.held is not None and self.held.ties  # (of any rank: all agree on what they do together)
+        return options.clip_norm is not None or options.clip_value is not None or options.factor or bool(ties)
+
+    def prepare(self, step: StepProgram) -> None:
+        """Compile the update that follows a backward of this program, before anything runs."""
+        ports = step.captured.outputs
+        reached = {p.name for p in ports if p.role is OutputRole.GRADIENT and p.of is InputRole.PARAMETER}
+        names = tuple(n for n in self.runtime.shards.params() if n in reached)
+        if names and (self.optimizer is not None or self._changes_gradients):
+            self._turn_to(self.kind)
+            self.runtime.first_gathers.follow(step)
+            self.programs.of(names, self.options)
 
     def with_gradients(self) -> tuple[str, ...]:
         """Return the parameters that have gradients, in order. Raises `StepError` if there is none."""

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
 import torch
+
+STAND_IN = "gloo"  # the backend of the ranks that `standing_in` stands in for
+_stands_in = False
 
 
 def backend_of(group: str, device: torch.device) -> tuple[str, int]:
@@ -14,9 +18,34 @@ def backend_of(group: str, device: torch.device) -> tuple[str, int]:
     there is none."""
     try:
         process_group = _group(group)
-        return process_group._get_backend(device).name(), process_group.rank()
+        name = process_group._get_backend(device).name()
+        return STAND_IN if _stands_in and name == "fake" else name, process_group.rank()
     except (RuntimeError, KeyError, LookupError):
         return "", 0
+
+
+@contextlib.contextmanager
+def standing_in(rank: int, world: int) -> Iterator[None]:
+    """Let this process be one of `world` ranks over gloo inside the block, with no other process: for compiling what
+    that rank would, never for running it.
+
+    Groups have the names that they have on that rank, and `backend_of` calls them gloo; collectives exchange nothing.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    global _stands_in
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    _stands_in = True
+    try:
+        yield
+    finally:
+        _stands_in = False
+        torch.distributed.destroy_process_group()
+
+
+def stands_in() -> bool:
+    """Return whether this process stands in for a rank: see `standing_in`."""
+    return _stands_in
 
 
 def world_timeout() -> timedelta | None:
