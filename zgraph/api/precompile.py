@@ -72,18 +72,18 @@ def precompile(
     """
     _refuse(plan, world)
     folder = _folder()
-    found: list[RankPrograms] = []
+    programs: list[RankPrograms] = []
     refused: dict[str, None] = {}
     for rank in range(world):
         told(f"rank {rank} of {world}")
         with process_groups.standing_in(rank, world) if world > 1 else contextlib.nullcontext():
-            mine, kept, same = _compiled_for(rank, make, plan, world)
-        found.append(mine)
-        refused.update(dict.fromkeys(kept))
+            mine, not_kept, same = _compiled_for(rank, make, plan, world)
+        programs.append(mine)
+        refused.update(dict.fromkeys(not_kept))
         gc.collect()  # (a rank's shards, before the next one has its own)
         if same:
             break
-    return Precompiled(folder.folder, world, tuple(found), tuple(refused), _measured_by_ranks(plan, world))
+    return Precompiled(folder.folder, world, tuple(programs), tuple(refused), _measured_by_ranks(plan, world))
 
 
 def _compiled_for(
@@ -93,8 +93,8 @@ def _compiled_for(
     model, inputs = make()
     _refuse_device(device_of(model), world)
     args, kwargs = first_part(plan.for_world(world), *split_inputs(inputs))
-    made: Any = compile(model, plan, inputs=kwargs if isinstance(inputs, dict) else args)
-    runtime: Runtime = made.zgraph.runtime
+    compiled: Any = compile(model, plan, inputs=kwargs if isinstance(inputs, dict) else args)
+    runtime: Runtime = compiled.zgraph.runtime
     (entry,) = runtime.entries.values()
     step = entry.program()
     runtime.prepare_step(step)
@@ -177,14 +177,14 @@ def _refuse_device(device: torch.device, world: int) -> None:
 
 def _measured_by_ranks(plan: Plan, world: int) -> tuple[str, ...]:
     """Return a sentence for each thing that programs depend on and that ranks measure in every run."""
-    found = []
+    notes = []
     if world > 1 and not (plan.hardware or os.environ.get(measured_costs.VARIABLE)):
-        found.append(
+        notes.append(
             "costs are those that ranks have measured here before: each run measures its links again, and where a transfer "
             f"takes {measured_costs.STEADY} times as long or short as before, it compiles anew, unless the plan names its hardware"
         )
     if "nvme" in plan.offload.tiers():
-        found.append(
+        notes.append(
             "the plan offloads to a disk, whose rate each run measures: where it is another power of two, it compiles anew"
         )
-    return tuple(found)
+    return tuple(notes)

@@ -73,7 +73,7 @@ class Store:
         """Return the body of the entry with this key; None if there is none, or none that is intact."""
         path = self._path(kind, key)
         try:
-            found = _body(path.read_bytes(), kind, key)
+            body = _body(path.read_bytes(), kind, key)
         except FileNotFoundError:
             return None
         except (OSError, Damaged) as error:
@@ -81,7 +81,7 @@ class Store:
             return None
         if (kind, key) not in self.usage.written:
             self.usage.taken.add((kind, key))
-        return found
+        return body
 
     def get_json(self, kind: str, key: str) -> Any:
         """Return the value of an entry that `put_json` wrote; None as in `get`."""

@@ -45,13 +45,13 @@ def precompile(
     from zgraph.api.precompile import precompile as run
 
     def make() -> tuple[nn.Module, Inputs]:
-        found = load_target(target, batch)
-        return found.model, found.inputs
+        loaded = load_target(target, batch)
+        return loaded.model, loaded.inputs
 
     with progress(f"compiling {target} for {ranks} ranks") as told:
-        found = run(make, the_plan, ranks, told)
-    give(_data(found), _text(found), as_json, output)
-    if not found.ok:
+        precompiled = run(make, the_plan, ranks, told)
+    give(_data(precompiled), _text(precompiled), as_json, output)
+    if not precompiled.ok:
         raise typer.Exit(CHECK_FAILED)
 
 
@@ -67,18 +67,18 @@ def _as_torchrun(ranks: int) -> None:
     )
 
 
-def _data(found: Precompiled) -> dict[str, Any]:
-    return asdict(found) | {"folder": str(found.folder), "ok": found.ok}
+def _data(precompiled: Precompiled) -> dict[str, Any]:
+    return asdict(precompiled) | {"folder": str(precompiled.folder), "ok": precompiled.ok}
 
 
-def _text(found: Precompiled) -> str:
-    lines = [f"{found.folder}: for {found.world} rank{'s' if found.world > 1 else ''}"]
-    for one in found.ranks:
-        who = "each rank" if len(found.ranks) == 1 < found.world else f"rank {one.rank}"
+def _text(precompiled: Precompiled) -> str:
+    lines = [f"{precompiled.folder}: for {precompiled.world} rank{'s' if precompiled.world > 1 else ''}"]
+    for one in precompiled.ranks:
+        who = "each rank" if len(precompiled.ranks) == 1 < precompiled.world else f"rank {one.rank}"
         had = f", {_counts(one.found)} there before" if one.found else ""
         lines.append(f"  {who}: {', '.join(one.programs)}: {_counts(one.written) or 'nothing'} written{had}")
-    lines += [f"  not kept: {line}" for line in found.refused]
-    lines += [f"  note: {line}" for line in found.depends]
+    lines += [f"  not kept: {line}" for line in precompiled.refused]
+    lines += [f"  note: {line}" for line in precompiled.depends]
     return "\n".join(lines)
 
 
