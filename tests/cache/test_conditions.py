@@ -134,7 +134,13 @@ def test_another_state_of_the_machine_or_of_torch_is_another_program(kept, monke
         case "products":
             monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "medium")
         case "autocast":
-            monkeypatch.setattr(torch, "get_autocast_dtype", lambda device: torch.float16)
+            before = torch.get_autocast_dtype("cpu")
+            torch.set_autocast_dtype("cpu", torch.float16)
+            try:
+                assert kept() == 2
+            finally:
+                torch.set_autocast_dtype("cpu", before)
+            return
         case "config":
             with torch._inductor.config.patch({"max_fusion_size": 7}):
                 assert kept() == 2
