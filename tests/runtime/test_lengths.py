@@ -110,6 +110,29 @@ def test_a_single_row_is_a_program_of_its_own():
     assert len(mine.zgraph.programs) == 3
 
 
+class Sums(nn.Module):
+    """Takes any number of rows of any length, also none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.mix(x).sin().sum() + 1
+
+
+def test_what_is_empty_is_a_program_of_its_own():
+    mine, plain = pair(Sums)
+    for rows, length in ((3, 5), (3, 0), (3, 6), (0, 4), (2, 0), (0, 7), (4, 2)):
+        losses = [model(torch.ones(rows, length, 4)) for model in (mine, plain)]
+        for model, loss in zip((mine, plain), losses, strict=True):
+            model.zero_grad()
+            loss.backward()
+        assert torch.equal(*losses)
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(mine.parameters(), plain.parameters(), strict=True))
+    assert len(mine.zgraph.programs) == 4  # (the first, rows without words, rows and words, and no rows)
+
+
 def test_static_shapes_make_a_program_for_each():
     mine, plain = pair(Placed, shapes="static")
     for length in (12, 7, 9):

@@ -169,6 +169,28 @@ def test_single_rows_at_each_zero_stage(two, zero, backend):
         assert len(programs) == 2
 
 
+def without_rows() -> tuple[float, list[str]]:
+    """The largest difference of a gradient to plain PyTorch's after steps in which a rank has no rows, or no words."""
+    torch.manual_seed(0)
+    plain = nn.Linear(4, 4)
+    mine = zgraph.compile(copy.deepcopy(plain), zgraph.Plan(zero=3, backend="eager"))
+    worst = 0.0
+    for shapes in [((3, 0, 4), (3, 5, 4)), ((2, 4, 4), (0, 5, 4)), ((3, 7, 4), (2, 0, 4))]:
+        mine(torch.ones(shapes[dist.get_rank()])).square().sum().backward()
+        for shape in shapes:
+            (plain(torch.ones(shape)).square().sum() / len(shapes)).backward()
+        for one, other in zip(mine.parameters(), plain.parameters(), strict=True):
+            worst = max(worst, float((whole(one.grad) - other.grad).norm() / other.grad.norm()))
+        mine.zero_grad()
+        plain.zero_grad()
+    return worst, list(mine.zgraph.programs)
+
+
+def test_a_rank_without_rows_or_words_beside_one_with_several(two):
+    (worst, first), (other, second) = two.run(without_rows)
+    assert max(worst, other) < 2e-6 and first == second and len(first) <= 4
+
+
 class Branching(Sentences):
     """Its last layer is used before the first one where there is a single row."""
 
