@@ -14,6 +14,7 @@ from torch import nn
 from zgraph.api.gathered_weights import bytes_of, handle_of, ready
 from zgraph.checkpoint.write_pretrained import dtype_of
 from zgraph.errors import ModelError, PlanError
+from zgraph.parameters.reused_memory import ReusedMemory
 from zgraph.parameters.whole_tensors import BUCKET, Wanted, gathered
 from zgraph.program.tolerance import same_bits
 from zgraph.torch_compat.dtensors import local_of
@@ -136,6 +137,7 @@ class _Places:
                     self._places[self._names[id(param)]].append((module._parameters, key))
         self._held: dict[str, tuple[nn.Parameter, int]] = {}
         self._wrong: list[tuple[str, str]] = []  # (parameter, what was done to it)
+        self._memory = ReusedMemory(runtime.device, self.least())  # (blocks take it one after another)
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of a parameter's whole tensor."""
@@ -148,12 +150,18 @@ class _Places:
         """Return the names of a submodule's parameters that are not whole now."""
         return list(dict.fromkeys(self._names[id(p)] for p in block.parameters() if id(p) in self._names))
 
+    def _sizes(self) -> dict[str, int]:
+        return {n: p.numel() * self.dtype(n).itemsize for n, p in self._params.items()}
+
+    def least(self) -> int:
+        """Return the bytes of whole weights if only one block is whole at a time."""
+        sizes = self._sizes()
+        of_block = [sum(sizes[n] for n in self.names(block)) for block in _blocks(self.runtime.module)]
+        return sum(sizes.values()) - sum(of_block) + max(of_block, default=0)
+
     def refuse_above(self, limit: int, blocks: list[nn.Module]) -> None:
         """Raise `ModelError` if whole weights take more bytes than `limit`."""
-        sizes = {n: p.numel() * self.dtype(n).itemsize for n, p in self._params.items()}
-        of_block = [sum(sizes[n] for n in self.names(block)) for block in _blocks(self.runtime.module)]
-        whole = sum(sizes.values())
-        least = whole - sum(of_block) + max(of_block, default=0)
+        whole, least = sum(self._sizes().values()), self.least()
         takes = least if blocks else whole
         if takes > limit:
             less = f"; or by_block=True, which takes {_mib(least)}" if not blocks and least < whole else ""
@@ -166,7 +174,7 @@ class _Places:
     def put(self, names: Collection[str]) -> None:
         """Gather these parameters and put the whole tensors in their places. All ranks must call it."""
         wanted = [Wanted(self._params[n], self.dtype(n)) for n in names]
-        for name, whole in zip(names, gathered(wanted, self.runtime.device, BUCKET), strict=True):
+        for name, whole in zip(names, gathered(wanted, self.runtime.device, BUCKET, self._memory), strict=True):
             if self.keeps:
                 param = self._params[name]
                 fresh = nn.Parameter(whole, requires_grad=param.requires_grad)

@@ -34,12 +34,16 @@ def stream_weights(
     def stream() -> Iterator[tuple[str, torch.Tensor]]:
         cast = lambda t: wanted if wanted is not None and t.is_floating_point() else t.dtype  # noqa: E731
         tensors = [Wanted(weights[name], cast(weights[name])) for name in views]
-        for name, whole in zip(views, gathered(tensors, runtime.device, most), strict=True):
-            for view in views[name]:
+        wholes = gathered(tensors, runtime.device, most)
+        for named in views.values():
+            whole = next(wholes)
+            for view in named:
                 if view.sizes == tuple(whole.shape) and not view.offset:
                     yield view.name, whole
                 else:
                     flat = whole.contiguous().view(-1)
                     yield view.name, flat.as_strided(view.sizes, view.strides, view.offset + flat.storage_offset())
+                    del flat
+            del whole  # (its memory is used again)
 
     return stream()

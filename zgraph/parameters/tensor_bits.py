@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
-from zgraph.program.tolerance import bits
-
-if TYPE_CHECKING:
-    pass
+from zgraph.program.tolerance import bits, equal_bits
 
 
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
@@ -28,13 +23,10 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
 
 def differ(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Return whether two tensors of one shape and dtype differ in any bit: a 0-dim bool, on their device."""
-    one, other = bits(one.detach()), bits(other.detach())
+    one, other = one.detach(), other.detach()
     if one.device.type != "cpu":
-        return (one != other).any()
-    words = [t.reshape(-1) for t in (one, other)]
-    if all(t.nbytes % 8 == 0 and t.data_ptr() % 8 == 0 for t in words):  # (takes a third of the time)
-        words = [t.view(torch.int64) for t in words]
-    return torch.tensor(not torch.equal(*words))
+        return (bits(one) != bits(other)).any()
+    return torch.tensor(not equal_bits(one, other))
 
 
 def words_of(tensor: torch.Tensor) -> torch.Tensor:

