@@ -182,3 +182,24 @@ def test_a_loss_of_the_users_own_and_a_subclass_are_kept(tmp_path):
     assert zgraph.hf.attach(made, PLAN) is made
     assert isinstance(made, Mine) and type(made).__name__ == "Mine" and mark in made.callback_handler.callbacks
     assert type(made).compute_loss is Mine.compute_loss and isinstance(made.data_collator, type(collator("gpt2")))
+
+
+def test_a_parameter_that_is_unfrozen_is_found_without_a_walk_through_the_model(monkeypatch):
+    from zgraph.hf.optimizers import refuse_unfrozen
+
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    model[0].requires_grad_(False)
+    model = zgraph.compile(model, PLAN)
+    without = ["0.weight", "0.bias"]
+    with monkeypatch.context() as patched:
+        patched.setattr(nn.Module, "named_parameters", lambda *_: pytest.fail("all parameters were looked up"))
+        refuse_unfrozen(model, without)
+        model[0].bias.requires_grad_(True)
+        with pytest.raises(ModelError, match=r"0\.bias is trained now, and was frozen"):
+            refuse_unfrozen(model, without)
+        refuse_unfrozen(model, [])
+    model[0].bias.requires_grad_(False)
+    model[0].weight = nn.Parameter(torch.ones(3, 3))  # (another, which is trained)
+    model(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(ModelError, match=r"0\.weight is trained now"):
+        refuse_unfrozen(model, without)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from zgraph.api.gathered_weights import handle_of
 from zgraph.deepspeed.parameter_groups import names_of, record_of
 from zgraph.errors import ModelError, PlanError
 from zgraph.plan.optimizers import Optimizer
@@ -46,10 +47,15 @@ def optimizer_of(trainer: Any) -> Made:
 
 
 def refuse_unfrozen(model: Any, without: list[str]) -> None:
-    """Raise `ModelError` if a parameter that the Trainer's optimizer does not have is trained by now."""
+    """Raise `ModelError` if a parameter that the Trainer's optimizer does not have is trained by now.
+
+    A parameter that another has replaced is looked at once the model has run with the other.
+    """
     if not without:
         return
-    params = dict(model.named_parameters())
+    handle = handle_of(model)
+    # (a walk through 440 parameters takes 0.5 ms, 40 times as long; the runtime made one for the last step)
+    params = dict(model.named_parameters()) if handle.deferred is not None else handle.runtime.shards.params()
     freed = [n for n in without if n in params and params[n].requires_grad]
     if freed:
         raise ModelError(

@@ -50,7 +50,7 @@ class Attached:
 
     def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the Trainer's own step, and refuse parameters that were unfrozen since `attach`."""
-        refuse_unfrozen(model, self.not_optimized)
+        refuse_unfrozen(self.model, self.not_optimized)
         return super().training_step(model, *args, **kwargs)  # type: ignore[misc]
 
     def compute_loss_context_manager(self) -> contextlib.ExitStack:
