@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import warnings
 from typing import Any
 
@@ -189,6 +190,54 @@ def without_rows() -> tuple[float, list[str]]:
 def test_a_rank_without_rows_or_words_beside_one_with_several(two):
     (worst, first), (other, second) = two.run(without_rows)
     assert max(worst, other) < 2e-6 and first == second and len(first) <= 4
+
+
+class Averages(nn.Module):
+    """Sums so many terms for a long batch that Inductor adds them up in another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.mix(x).square().mean(1).sin().mean()
+
+
+def long_on_one_rank() -> tuple[float, list[str], int]:
+    """(the largest relative difference of a gradient to plain PyTorch's, the programs, how often one was compiled anew here)."""
+    warnings.filterwarnings("ignore")
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("zgraph")
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    torch.manual_seed(0)
+    plain = Averages()
+    sizes = {"x": {0: zgraph.Size("batch", typical=2), 1: zgraph.Size("seq", typical=6)}}
+    mine = zgraph.compile(copy.deepcopy(plain), zgraph.Plan(zero=3, backend="inductor", dynamic=sizes))
+    worst = 0.0
+    for lengths in ((6, 7), (6, 9000), (9, 5)):
+        batches = [torch.randn(2, n, 8, generator=torch.Generator().manual_seed(n)) for n in lengths]
+        mine(batches[dist.get_rank()]).backward()
+        for one in batches:
+            (plain(one) / 2).backward()
+        for one, other in zip(mine.parameters(), plain.parameters(), strict=True):
+            worst = max(worst, float((whole(one.grad) - other.grad).norm() / other.grad.norm()))
+        mine.zero_grad()
+        plain.zero_grad()
+    logger.removeHandler(handler)
+    logger.setLevel(before)
+    return worst, list(mine.zgraph.programs), sum("compiled once more" in text for text in told)
+
+
+@pytest.mark.inductor
+@pytest.mark.slow
+def test_what_inductor_asks_is_answered_on_one_rank_alone(two):
+    short, long = two.run(long_on_one_rank)
+    assert max(short[0], long[0]) < 1e-5 and short[1] == long[1] == ["train0"]
+    assert short[2] == 0 and long[2] >= 1
 
 
 class Branching(Sentences):
