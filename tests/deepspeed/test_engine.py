@@ -679,9 +679,13 @@ def test_a_loader_has_deepspeeds_arguments():
     engine, *_ = initialized()
     data = [torch.full((8,), float(at)) for at in range(4)]
     loader = engine.deepspeed_io(data, 2, "eval", False, num_local_io_workers=1)
+    assert engine.client_optimizer is None and engine.postscale_gradients() and not engine.elasticity_enabled()
     assert [batch[:, 0].tolist() for batch in loader] == [[0, 1], [2, 3]] and loader._loader.num_workers == 1
     with pytest.raises(TypeError, match="num_workers"):
         engine.deepspeed_io(data, num_workers=1)
+    changed_rows, _, mine, _ = initialized(training_data=data, optimizer=lambda p: torch.optim.SGD(p, 0.1))
+    changed_rows.set_data_post_process_func(lambda batch, told: batch + 1)
+    assert next(iter(mine)).min() >= 1 and isinstance(changed_rows.client_optimizer, torch.optim.SGD)
 
 
 def test_arguments_have_the_local_rank(monkeypatch):

@@ -1,9 +1,11 @@
 """The scripts in examples/deepspeed give DeepSpeed's own numbers: by both systems, on two ranks, with one import changed."""
 
 import json
+import math
 
 import deepspeed_scripts
 import pytest
+import torch
 from deepspeed_scripts import EXAMPLES
 from sweeps import sweep
 
@@ -20,6 +22,26 @@ def hold(mine, theirs):
 @sweep("name", WITHOUT_ARGUMENTS, quick=1)
 def test_a_script_gives_deepspeeds_numbers(two, deepspeeds, name):
     hold(two.run(deepspeed_scripts.run, name, "zgraph"), deepspeeds.run(deepspeed_scripts.run, name, "deepspeed"))
+
+
+IN_BF16 = ["activation_checkpointing", "micro_batches", "stages_in_a_loop", "zero3"]
+
+
+@sweep("name", IN_BF16, quick=1)
+def test_a_script_in_bf16_gives_deepspeeds_numbers(two, deepspeeds, name):
+    """Within 5e-3; where the loss is a bf16 number itself, within two of its steps; else no farther from fp32's than DeepSpeed's is.
+
+    (Only stage 0, which DeepSpeed reduces and accumulates otherwise, and losses that are bf16 numbers are ever that far apart.)
+    """
+    run = deepspeed_scripts.run_in_bf16
+    mine, theirs = two.run(run, name, "zgraph"), deepspeeds.run(run, name, "deepspeed")
+    exact = two.run(deepspeed_scripts.run, name, "zgraph")
+    for rank in range(2):
+        assert len(mine[rank]) > 2 and len(set(mine[rank])) > 1
+        for one, other, wide in zip(mine[rank], theirs[rank], exact[rank], strict=True):
+            own = torch.tensor(one).bfloat16().item() == one
+            steps = 2 * torch.finfo(torch.bfloat16).eps * 2 ** math.floor(math.log2(one)) if own else 0.0
+            assert abs(one - other) <= max(5e-3, steps) or abs(one - wide) <= abs(other - wide)
 
 
 def test_a_checkpoint_by_tag_goes_on_as_deepspeeds(two, deepspeeds, tmp_path):

@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+import importlib
 import logging
 import math
 
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import zgraph.deepspeed as deepspeed
 from zgraph.deepspeed import comm, utils, zero
+from zgraph.deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from zgraph.deepspeed.launch_environment import first_host, rank_variables
 from zgraph.deepspeed.lr_schedulers import OneCycle, WarmupDecayLR, WarmupLR
 from zgraph.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
@@ -680,6 +682,56 @@ def test_names_of_deepspeeds_are_there_without_imports_of_their_own():
     assert issubclass(deepspeed.DeepSpeedConfigError, ValueError)
     with pytest.raises(AttributeError, match="no attribute"):
         _ = deepspeed.runtime.nothing
+
+
+PLACES = [
+    "checkpoint.utils.clone_tensors_for_torch_save",
+    "profiling.flops_profiler.get_model_profile",
+    "profiling.flops_profiler.profiler.FlopsProfiler",
+    "runtime.activation_checkpointing.checkpointing.checkpoint",
+    "runtime.config.DeepSpeedConfigError",
+    "runtime.dataloader.RepeatingLoader",
+    "runtime.engine.DeepSpeedEngine",
+    "runtime.lr_schedules.WarmupLR",
+    "runtime.pipe.engine.PipelineEngine",
+    "runtime.pipe.module.PipelineModule",
+    "runtime.pipe.topology.PipeModelDataParallelTopology",
+    "runtime.utils.see_memory_usage",
+    "runtime.zero.partition_parameters.GatheredParameters",
+    "runtime.zero.partition_parameters.ZeroParamStatus",
+    "runtime.zero.stage3.estimate_zero3_model_states_mem_needs_all_live",
+    "utils.OnDevice",
+    "ops.adam.DeepSpeedCPUAdam",
+    "ops.lamb.FusedLamb",
+    "ops.lion.FusedLion",
+    "utils.logger",
+    "utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint",
+]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_names_are_imported_from_where_scripts_import_them(place):
+    module, name = f"zgraph.deepspeed.{place}".rsplit(".", 1)
+    assert hasattr(importlib.import_module(module), name)
+    found = deepspeed
+    for part in place.split("."):
+        found = getattr(found, part)
+    assert found is getattr(importlib.import_module(module), name)
+
+
+def test_clones_for_torch_save_are_whole_tensors(two):
+    x = torch.arange(6.0)
+    copied = clone_tensors_for_torch_save({"a": [x[:2], (x[2:], 3)]})
+    assert torch.equal(copied["a"][1][0], x[2:]) and copied["a"][0].untyped_storage().nbytes() == 8
+    assert copied["a"][1][1] == 3
+    assert two.run(cloned_shard) == [True, True]
+
+
+def cloned_shard():
+    engine, *_ = deepspeed.initialize(model=nn.Linear(4, 4), config={**CONFIG, "zero_optimization": {"stage": 1}})
+    with pytest.raises(UnsupportedError, match="save_16bit_model"):
+        clone_tensors_for_torch_save(engine.module.state_dict())
+    return True
 
 
 def test_what_deepspeed_does_between_steps_is_refused_by_name():

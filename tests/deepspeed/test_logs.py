@@ -162,6 +162,10 @@ def test_a_plain_model_is_profiled(tmp_path):
     ]
     get_model_profile(model, input_shape=(3, 8), module_depth=0, output_file=tmp_path / "profile")
     assert len((tmp_path / "profile").read_text().splitlines()) == 3
+    encoder = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)  # (in eval one fused operator of torch's)
+    products = 2 * 8 * (3 * 16 * 16 + 16 * 16 + 2 * 16 * 32) + 2 * 2 * 2 * 2 * 4 * 4 * 8
+    found = get_model_profile(encoder, args=(torch.randn(2, 4, 16),), print_profile=False, as_string=False)
+    assert found[0] == products and torch.backends.mha.get_fastpath_enabled()
     with pytest.raises(StepError, match="needs an input"):
         get_model_profile(model)
     with pytest.raises(StepError, match="nothing was counted"):

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "deepspeed"
@@ -102,3 +103,28 @@ def run(name: str, system: str, *args: Any) -> list[float]:
     module, system_module, change = script(name, system)
     with initializing(system_module, change):
         return module.main(*args)
+
+
+def run_in_bf16(name: str, system: str) -> list[float]:
+    """What an example's `main` returns whose models are bf16, and get rows in bf16."""
+    module, system_module, change = script(name, system)
+    low = {"bf16": {"enabled": True}}
+    with rows_in_bf16(system_module.DeepSpeedEngine), initializing(system_module, lambda given: change(given) | low):
+        return module.main()
+
+
+@contextlib.contextmanager
+def rows_in_bf16(engine: Any) -> Iterator[None]:
+    """Inside, engines cast floating-point rows, which a script for bf16 does itself, and outputs back."""
+    original = engine.forward
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        cast = [a.bfloat16() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
+        return original(self, *cast, **kwargs).float()
+
+    engine.forward = forward
+    try:
+        yield
+    finally:
+        engine.forward = original

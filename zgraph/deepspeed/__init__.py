@@ -16,7 +16,7 @@ from zgraph.deepspeed.config_sections import communication, elastic, offloading,
 from zgraph.deepspeed.translate import plan, report, usual_world
 
 if TYPE_CHECKING:
-    from zgraph.deepspeed import accelerator, checkpointing, comm, ops, pipe, runtime, utils, zero
+    from zgraph.deepspeed import accelerator, checkpoint, checkpointing, comm, ops, pipe, runtime, utils, zero
     from zgraph.deepspeed.accelerator import get_accelerator
     from zgraph.deepspeed.arguments import add_config_arguments
     from zgraph.deepspeed.comm import init_distributed
@@ -39,6 +39,7 @@ __all__ = [
     "ZeROOptimizer",
     "accelerator",
     "add_config_arguments",
+    "checkpoint",
     "checkpointing",
     "comm",
     "communication",
@@ -81,7 +82,7 @@ _NAMES = {
     "init_distributed": "zgraph.deepspeed.comm",
     "initialize": "zgraph.deepspeed.initialization",
 }
-_MODULES = ("accelerator", "checkpointing", "comm", "ops", "pipe", "runtime", "utils", "zero")
+_MODULES = ("accelerator", "checkpoint", "checkpointing", "comm", "ops", "pipe", "runtime", "utils", "zero")
 
 
 def __getattr__(name: str) -> Any:

@@ -137,6 +137,12 @@ class DeepSpeedEngine(Checkpoints, Settings, Unsupported, nn.Module):  # type: i
         return self._training.client if self._training.client is not None else self._training.optimizer
 
     @property
+    def client_optimizer(self) -> Any:
+        """What the script gave `initialize` as `optimizer`, or what its function made; None if the optimizer is the
+        configuration's."""
+        return self._training.client
+
+    @property
     def lr_scheduler(self) -> Any:
         return self._training.scheduler
 
@@ -558,6 +564,11 @@ class DeepSpeedEngine(Checkpoints, Settings, Unsupported, nn.Module):  # type: i
             collate_fn=collate_fn or self._training.collate_fn,
             reading=Reading(self.dataloader_drop_last(), pin_memory, num_local_io_workers or 0),  # type: ignore[attr-defined]
         )
+
+    def set_data_post_process_func(self, post_process_func: Callable[..., Any]) -> None:
+        """Set the function `post_process_func(micro_batch, {})` that changes each micro-batch of `training_data`."""
+        if self.training_dataloader is not None:
+            self.training_dataloader.post_process_func = post_process_func
 
     def data_rank(self) -> int:
         """Return this rank's index among the ranks that read different rows."""

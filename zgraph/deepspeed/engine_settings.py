@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -69,6 +70,21 @@ _KEYS: dict[str, tuple[str, Any]] = {
     "is_deepcompile_enabled": ("compile.deepcompile", False),
     "log_level": ("log_level", None),
     "curriculum_learning_enabled": ("curriculum_learning.enabled", False),
+    "data_efficiency_enabled": ("data_efficiency.enabled", False),
+    "random_ltd_enabled": ("data_efficiency.data_routing.random_ltd.enabled", False),
+    "autotuning_enabled": ("autotuning.enabled", False),
+    "amp_enabled": ("amp.enabled", False),
+    "elasticity_enabled": ("elasticity.enabled", False),
+    "flops_profiler_recompute_fwd_factor": ("flops_profiler.recompute_fwd_factor", 0.0),
+    "zero_module_granularity_threshold": ("zero_optimization.stage3_module_granularity_threshold", 0),
+    "zero_model_persistence_threshold": ("zero_optimization.stage3_model_persistence_threshold", sys.maxsize),
+    "zero_allgather_sequential": ("zero_optimization.stage3_allgather_sequential", False),
+    "zero_multi_rank_bucket_allreduce": ("zero_optimization.use_multi_rank_bucket_allreduce", True),
+    "zero_quantized_nontrainable_weights": ("zero_optimization.zero_quantized_nontrainable_weights", False),
+    "zero_log_trace_cache_warnings": ("zero_optimization.log_trace_cache_warnings", False),
+    "is_sanity_checks_enabled": ("zero_optimization.enable_sanity_checks", False),
+    "optimizer_legacy_fusion": ("optimizer.legacy_fusion", False),
+    "aio_config": ("aio", None),
 }
 
 
@@ -100,6 +116,17 @@ class Settings:
     def zero_cpu_offload(self) -> bool:
         """Return whether the optimizer's states are in the host's memory."""
         return value_of(self.config, "zero_optimization.offload_optimizer.device") == "cpu"
+
+    def postscale_gradients(self) -> bool:
+        return not value_of(self.config, "prescale_gradients", False)
+
+    def checkpoint_tag_validation_enabled(self) -> bool:
+        """Return True: tags that differ between ranks are always refused."""
+        return True
+
+    def initial_dynamic_scale(self) -> int:
+        """Return the loss scale that fp16 begins with."""
+        return int(2 ** value_of(self.config, "fp16.initial_scale_power", 16))
 
     def dynamic_loss_scale(self) -> bool:
         return bool(self.fp16_enabled() and self.loss_scale() == 0)  # type: ignore[attr-defined]

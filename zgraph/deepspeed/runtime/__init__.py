@@ -3,7 +3,17 @@
 from importlib import import_module
 from typing import Any
 
-_MODULES = ("base_optimizer", "config", "dataloader", "engine", "lr_schedules", "pipe", "utils", "zero")
+_MODULES = (
+    "activation_checkpointing",
+    "base_optimizer",
+    "config",
+    "dataloader",
+    "engine",
+    "lr_schedules",
+    "pipe",
+    "utils",
+    "zero",
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -16,6 +16,7 @@ from zgraph.deepspeed.full_values import (
     safe_set_local_optimizer_state,
     safe_update_full_grad_vectorized,
 )
+from zgraph.deepspeed.on_device import OnDevice
 from zgraph.deepspeed.utils import groups
 from zgraph.deepspeed.utils.leaf_modules import (
     get_z3_leaf_modules,
@@ -30,6 +31,7 @@ from zgraph.deepspeed.utils.logging import log_dist, logger
 from zgraph.deepspeed.utils.memory import memory_status, see_memory_usage
 
 __all__ = [
+    "OnDevice",
     "RepeatingLoader",
     "get_z3_leaf_modules",
     "groups",

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from zgraph.deepspeed.utils.logging import no_effect
 from zgraph.errors import StepError
@@ -23,6 +23,14 @@ from zgraph.units import columns
 logger = logging.getLogger("zgraph.deepspeed")
 
 __all__ = ["FlopsProfiler", "get_model_profile"]
+
+
+def _attention(query: Any, key: Any, value: Any, *others: Any, **named: Any) -> int:
+    """Return the operations of an attention of tensors of these shapes, whatever its other arguments are."""
+    return sdpa_flop_count(query, key, value)
+
+
+_MORE = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention}  # (which torch's own table lacks)
 
 
 class FlopsProfiler:
@@ -35,6 +43,7 @@ class FlopsProfiler:
             no_effect("FlopsProfiler(recompute_fwd_factor)", "a forward is counted alone, without its backward")
         self._counter: FlopCounterMode | None = None
         self._begin = self._seconds = 0.0
+        self._fast = True  # whether torch runs whole encoder layers by operators of its own
 
     def start_profile(self, ignore_list: Any = None) -> None:
         """Start to count."""
@@ -42,7 +51,9 @@ class FlopsProfiler:
             no_effect(
                 "start_profile(ignore_list)", "it leaves no operation out of the sums, and the table has all modules"
             )
-        self._counter = FlopCounterMode(display=False)
+        self._fast = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)  # (its fused operators are counted as nothing)
+        self._counter = FlopCounterMode(display=False, custom_mapping=_MORE)
         self._counter.__enter__()
         self._begin = time.perf_counter()
 
@@ -52,6 +63,7 @@ class FlopsProfiler:
             raise StepError("stop_profile() before start_profile()")
         self._seconds = time.perf_counter() - self._begin
         self._counter.__exit__(None, None, None)
+        torch.backends.mha.set_fastpath_enabled(self._fast)
 
     def reset_profile(self) -> None:
         """Delete the counts."""
@@ -96,7 +108,10 @@ class FlopsProfiler:
         """Return a line for each module that was called, down to a depth (-1: all), with its operations and its share of all."""
         total = max(self._counted().get_total_flops(), 1)
         rows = [["module", "FLOPs", "share"]]
-        for name, counts in self._counted().get_flop_counts().items():
+        known = [type(self.model).__name__ + f".{name}".rstrip(".") for name, _ in self.model.named_modules()]
+        place = {name: at for at, name in enumerate(known)}  # (torch's counts are in no order)
+        counted = self._counted().get_flop_counts()
+        for name, counts in sorted(counted.items(), key=lambda item: (place.get(item[0], len(place)), item[0])):
             if name != "Global" and not 0 <= depth < name.count("."):
                 flops = sum(counts.values())
                 rows.append([name, _text(flops, "FLOPS", True), f"{flops / total:.1%}"])
