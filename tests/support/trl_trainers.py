@@ -31,7 +31,7 @@ def rows(kind: str, count: int) -> Any:
     def text(least: int, most: int) -> str:
         return " ".join(f"w{draw.randrange(3, WORDS)}" for _ in range(draw.randint(least, most)))
 
-    if kind == "dpo":
+    if kind in ("dpo", "reward"):
         made = [{"prompt": text(3, 6), "chosen": " " + text(2, 9), "rejected": " " + text(2, 9)} for _ in range(count)]
     elif kind == "grpo":
         made = [{"prompt": text(3, 6)} for _ in range(count)]
@@ -66,6 +66,11 @@ def trainer_of(kind: str, folder: str, adapter: str | None = None, **options: An
         **options,
     }
     model = model_of("llama") if adapter is None else adapted("llama", adapter)
+    if kind == "reward":
+        import transformers
+
+        model.config.num_labels = 1
+        model = transformers.LlamaForSequenceClassification(model.config)
     if options.get("beta"):  # (TRL loads the reference model from where the model came from)
         origin = tempfile.mkdtemp(dir=Path(folder).parent)
         model.config.architectures = [type(model).__name__]
@@ -81,6 +86,9 @@ def trainer_of(kind: str, folder: str, adapter: str | None = None, **options: An
         given = {"num_generations": 2, "max_completion_length": 5, **given}
         args = trl.GRPOConfig(**given)
         return trl.GRPOTrainer(model, reward, args=args, train_dataset=data, processing_class=words)
+    if kind == "reward":
+        args = trl.RewardConfig(**given)
+        return trl.RewardTrainer(model, args=args, train_dataset=data, processing_class=words)
     return trl.SFTTrainer(model, args=trl.SFTConfig(**given), train_dataset=data, processing_class=words)
 
 
