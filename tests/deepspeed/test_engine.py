@@ -620,7 +620,12 @@ def test_options_of_compile_are_the_plans_and_are_reported(caplog):
         "engine.compile(fullgraph)": "equivalent",
     }
     assert "engine.compile(mode='max-autotune') has no effect here" in caplog.text and "takes precedence" in caplog.text
-    engine.compile("eager", {"dynamic": False}, schedule=[(0, [])], compiled_autograd_enabled=True)
+    engine.compile(
+        "eager",
+        {"dynamic": False, "mode": "default", "disable": False},
+        schedule=[(0, [])],
+        compiled_autograd_enabled=True,
+    )
     assert engine.handle.plan.shapes == "static" and "engine.compile(mode)" not in str(engine.report)
     assert engine.report["engine.compile(schedule)"].verdict == "no effect here"
     for given, said in (

@@ -42,7 +42,7 @@ def fields_of(backend: Any, options: Mapping[str, Any]) -> tuple[dict[str, Any],
     for name, value in options.items():
         if name not in _KNOWN:
             raise UnsupportedError(f"engine.compile has no option {name!r}", hint=did_you_mean(name, _KNOWN))
-        if not value and not (name == "dynamic" and value is False):
+        if (not value and not (name == "dynamic" and value is False)) or (name == "mode" and value == "default"):
             continue  # (it asks for nothing)
         key = f"engine.compile({name})"
         if name in _REFUSED:
