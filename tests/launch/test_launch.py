@@ -335,6 +335,9 @@ def test_lines_are_shown_and_nothing_starts(machines, tmp_path):
     assert "CUDA_VISIBLE_DEVICES=1" in done.stdout and done.stdout.count("pkg.train --lr 0.1") == 2
     alone, _ = machines("--print", "--num_gpus", "2", "script.py")
     assert "--nproc_per_node 2" in alone.stdout and "ssh" not in alone.stdout
+    assert alone.stdout.startswith("env MINE=here ") and "CUDA_VISIBLE_DEVICES" not in alone.stdout
+    part, _ = machines("--print", "--num_gpus", "2", "--include", "localhost:1", "script.py")
+    assert part.stdout.startswith("env MINE=here CUDA_VISIBLE_DEVICES=1 ") and "--nproc_per_node 1" in part.stdout
     wrong, _ = machines("--hostfile", "hostfile", "--include", "n9", "script.py")
     assert wrong.returncode == 2 and "there is no machine 'n9'" in wrong.stderr and not Path(tmp_path / "n9").exists()
 

@@ -109,11 +109,13 @@ def launch(
     lines = carried(job, launcher.lower(), ssh_port)
     if alone:
         lines = {socket.gethostname(): torchrun(job, 0)}
+    variables = {**job.variables, **own} if alone else {}
     if show:
+        new = [f"{name}={value}" for name, value in variables.items() if os.environ.get(name) != value]
         for line in lines.values():
-            typer.echo(shlex.join(line))
+            typer.echo(shlex.join([*(["env", *new] if new else []), *line]))
         return
-    raise typer.Exit(run(lines, {**job.variables, **own} if alone else {}))
+    raise typer.Exit(run(lines, variables))
 
 
 def _hosts(
