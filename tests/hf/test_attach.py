@@ -42,7 +42,7 @@ MODELS = [
     ("gpt2", {"zero": 1}, {"bf16": True}),
     ("llama", {"zero": 3}, {"average_tokens_across_devices": False, "optim": "sgd", "label_smoothing_factor": 0.1}),
     ("bert", {"zero": 3}, {"load_best_model_at_end": True, "weight_decay": 0.1}),
-    ("gpt2", {"zero": 2}, {"train_sampling_strategy": "group_by_length", "auto_find_batch_size": True}),
+    ("gpt2", {"zero": 2}, {"train_sampling_strategy": "group_by_length"}),
     ("bert", {"zero": 3}, {"load_best_model_at_end": True, "lengths": ONE}),
 ]
 
