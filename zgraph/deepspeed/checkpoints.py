@@ -180,15 +180,15 @@ class Checkpoints:
     def _count_on(self, own: Mapping[str, Any], *, scheduler: bool) -> None:
         for name in _COUNTED:
             setattr(self._counters, name, own[name])
-        held = self._training.scheduler
+        lr_scheduler = self._training.scheduler
         saved = own.get("lr_scheduler")
-        if not scheduler or held is None:
+        if not scheduler or lr_scheduler is None:
             return
-        position = next((name for name in ("last_batch_iteration", "last_epoch") if hasattr(held, name)), None)
+        position = next((name for name in ("last_batch_iteration", "last_epoch") if hasattr(lr_scheduler, name)), None)
         if saved is not None and (position is None or position in saved):
-            held.load_state_dict(dict(saved))
+            lr_scheduler.load_state_dict(dict(saved))
         else:
-            logger.warning("the checkpoint says nothing of a %s: it begins anew", type(held).__name__)
+            logger.warning("the checkpoint says nothing of a %s: it begins anew", type(lr_scheduler).__name__)
 
     # -- state dicts ----------------------------------------------------------------------------------------------------
     def module_state_dict(
@@ -233,8 +233,8 @@ class Checkpoints:
                 custom_load_fn(src=state, dst=self.module)
             return
         if strict and allowed_missing_keys is not None:
-            held = self.module.state_dict().keys()
-            missing, unknown = sorted(held - state.keys() - set(allowed_missing_keys)), sorted(state.keys() - held)
+            names = self.module.state_dict().keys()
+            missing, unknown = sorted(names - state.keys() - set(allowed_missing_keys)), sorted(state.keys() - names)
             if missing or unknown:
                 raise CheckpointError(
                     "the state dict is of another model",
@@ -265,7 +265,7 @@ class Checkpoints:
                 hint="engine.module.save_pretrained(dir) writes them, and gathers nothing",
             )
         first = comm.get_rank() == 0
-        found: dict[str, torch.Tensor] = {}
+        weights: dict[str, torch.Tensor] = {}
         whole: dict[int, torch.Tensor] = {}
         for name, value in self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters).items():
             if not isinstance(value, torch.Tensor):
@@ -274,8 +274,8 @@ class Checkpoints:
                 gathered = value.full_tensor() if isinstance(value, DTensor) else value
                 whole[id(value)] = gathered.detach().cpu().clone() if first else gathered.new_empty(0)
             if first:
-                found[name] = whole[id(value)]
-        return found if first else None
+                weights[name] = whole[id(value)]
+        return weights if first else None
 
     _zero3_consolidated_16bit_state_dict = consolidated_state_dict
     _consolidated_16bit_state_dict = consolidated_state_dict

@@ -15,13 +15,13 @@ from zgraph.errors import CheckpointError
 
 def states_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the optimizer's state dict with this rank's part of each tensor."""
-    found = optimizer.state_dict()
+    state_dict = optimizer.state_dict()
     state, shards = {}, {}
-    for number, values in found["state"].items():
+    for number, values in state_dict["state"].items():
         state[str(number)] = {k: v.to_local() if isinstance(v, DTensor) else v for k, v in values.items()}
         shards[str(number)] = [k for k, v in values.items() if isinstance(v, DTensor)]
-    groups = [{k: v for k, v in group.items() if k != "params"} for group in found["param_groups"]]
-    sizes = [len(group["params"]) for group in found["param_groups"]]
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in state_dict["param_groups"]]
+    sizes = [len(group["params"]) for group in state_dict["param_groups"]]
     return {"state": state, "shards": shards, "groups": groups, "sizes": sizes}
 
 
@@ -47,8 +47,8 @@ def load(
         int(n): {k: _shard(params[int(n)], v) if k in states["shards"][n] else v for k, v in values.items()}
         for n, values in states["state"].items()
     }
-    held = optimizer.state_dict()["param_groups"]
-    groups = [{**mine, **saved} for mine, saved in zip(held, states["groups"], strict=True)]
+    own_groups = optimizer.state_dict()["param_groups"]
+    groups = [{**mine, **saved} for mine, saved in zip(own_groups, states["groups"], strict=True)]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 

@@ -129,15 +129,15 @@ def init_distributed(
     if init_method is not None:
         dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=limit)
         return
-    found = rank_variables(os.environ, distributed_port) if auto_mpi_discovery else rank_variables(dict(os.environ))
-    if not found:
+    variables = rank_variables(os.environ, distributed_port) if auto_mpi_discovery else rank_variables(dict(os.environ))
+    if not variables:
         logger.warning("no launcher has started this process: it is rank 0 of 1")
         alone: Any = dist  # (torch exports it, and does not say so)
         dist.init_process_group("gloo", store=alone.HashStore(), rank=0, world_size=1, timeout=limit)
         return
-    os.environ.update(found)
+    os.environ.update(variables)
     if "nccl" in backend:
-        torch.cuda.set_device(int(found["LOCAL_RANK"]))
+        torch.cuda.set_device(int(variables["LOCAL_RANK"]))
     dist.init_process_group(backend, timeout=limit)
     if verbose and dist.get_rank() == 0:
         logger.info("made a process group of %d ranks over %s", dist.get_world_size(), backend)
@@ -180,11 +180,11 @@ class CommsLogger:
     def compiled_summary(self) -> dict[str, dict[int, dict[str, float]]]:
         """Return, for each collective of compiled programs by name and bytes, its count in all, its count per step
         and its bytes per step."""
-        found: dict[str, dict[int, dict[str, float]]] = {}
+        by_name: dict[str, dict[int, dict[str, float]]] = {}
         for (name, size), count in sorted(self.compiled.items()):
             each = count / max(self.steps, 1)
-            found.setdefault(name, {})[size] = {"count": count, "count_per_step": each, "bytes_per_step": each * size}
-        return found
+            by_name.setdefault(name, {})[size] = {"count": count, "count_per_step": each, "bytes_per_step": each * size}
+        return by_name
 
     def waits(self) -> dict[str, float]:
         """Return the milliseconds that the last sampled step waited for gathers and for reductions; {} before the
@@ -200,9 +200,9 @@ class CommsLogger:
 
     def summary(self) -> dict[str, dict[int, dict[str, float]]]:
         """Return, by name and bytes, the number of calls, their milliseconds in all and on average, and Gbit/s."""
-        found: dict[str, dict[int, dict[str, float]]] = {}
+        by_name: dict[str, dict[int, dict[str, float]]] = {}
         for name, sizes in self.calls.items():
-            found[name] = {
+            by_name[name] = {
                 size: {
                     "count": len(times),
                     "total_latency_ms": sum(times) * 1e3,
@@ -212,7 +212,7 @@ class CommsLogger:
                 }
                 for size, times in sorted(sizes.items())
             }
-        return found
+        return by_name
 
 
 comms_logger = CommsLogger()
@@ -246,11 +246,11 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
     them. With `show_straggler`, which all ranks must call, also how much longer the slowest rank waited than the
     fastest. Raises nothing if there were no calls.
     """
-    found, compiled, waits = comms_logger.summary(), comms_logger.compiled_summary(), comms_logger.waits()
+    measured, compiled, waits = comms_logger.summary(), comms_logger.compiled_summary(), comms_logger.waits()
     comms_logger.wants_sample = True
     late: dict[str, float] = {}
     if show_straggler:
-        mine = {name: sum(v["total_latency_ms"] for v in sizes.values()) for name, sizes in found.items()}
+        mine = {name: sum(v["total_latency_ms"] for v in sizes.values()) for name, sizes in measured.items()}
         everyone: list[Any] = [mine]
         if dist.is_initialized():
             everyone = [None] * dist.get_world_size()
@@ -258,7 +258,7 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
         late = {n: max(e.get(n, 0.0) for e in everyone) - min(e.get(n, 0.0) for e in everyone) for n in mine}
     if get_rank() == 0:
         lines = [f"{'collective':24}{'size':>12}{'calls':>8}{'total ms':>12}{'mean ms':>10}{'Gbit/s':>10}"]
-        for name, sizes in found.items():
+        for name, sizes in measured.items():
             for size, row in sizes.items():
                 lines.append(
                     f"{name:24}{shown_bytes(size):>12}{row['count']:>8}{row['total_latency_ms']:>12.2f}"
@@ -272,7 +272,7 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
     metadata = {"world_size": get_world_size(), "rank": get_rank()}
     straggling = late if show_straggler else None
     of_steps = {"compiled": compiled, "steps": comms_logger.steps, "waited_ms": waits}
-    return {"summary": found, "straggler_analysis": straggling, "metadata": metadata, **of_steps}
+    return {"summary": measured, "straggler_analysis": straggling, "metadata": metadata, **of_steps}
 
 
 def _compiled_lines(compiled: dict[str, dict[int, dict[str, float]]], waits: dict[str, float]) -> list[str]:
@@ -381,8 +381,8 @@ def get_world_group() -> Any:
 
 
 def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
-    found: Any = group if group is not None else dist.group.WORLD
-    return dist.get_global_rank(found, group_rank)
+    process_group: Any = group if group is not None else dist.group.WORLD
+    return dist.get_global_rank(process_group, group_rank)
 
 
 def get_all_ranks_from_group(group: Any = None) -> list[int]:

@@ -33,14 +33,14 @@ def collectives_of(program: Program) -> Counter[tuple[str, int]]:
 
     Gathers that the update before may have started are counted too.
     """
-    found: Counter[tuple[str, int]] = Counter()
+    counts: Counter[tuple[str, int]] = Counter()
     for node in program.graph.nodes:
         if collectives.is_start(node):
             kind = collectives.kind(node)
-            found[NAMES.get(kind, kind), bytes_of(node)] += 1
+            counts[NAMES.get(kind, kind), bytes_of(node)] += 1
     for node in program.input_nodes(InputRole.IN_FLIGHT).values():
-        found[NAMES["all_gather"], size_of(node)] += 1
-    return found
+        counts[NAMES["all_gather"], size_of(node)] += 1
+    return counts
 
 
 class CommsLog:

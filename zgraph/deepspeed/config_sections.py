@@ -87,25 +87,25 @@ def offloading(section: Mapping[str, Any], activation_checkpointing: Mapping[str
     and `partition_activations` of `activation_checkpointing`. Other keys of the two sections are skipped. Raises
     `PlanError` for an unknown key, a device that is not "none", "cpu" or "nvme", and "nvme" without its path.
     """
-    found: dict[str, Any] = {}
+    offload: dict[str, Any] = {}
     for key, value in section.items():
         if key == "sub_group_size":
-            found["sub_group_bytes"] = _elements(key, value) * UPDATED
+            offload["sub_group_bytes"] = _elements(key, value) * UPDATED
         elif key in ("offload_optimizer", "offload_param"):
             place = _place(key, value)
-            found["optimizer" if key == "offload_optimizer" else "parameters"] = place
+            offload["optimizer" if key == "offload_optimizer" else "parameters"] = place
             if key == "offload_optimizer" and place != "none" and value is not None and "ratio" in value:
-                found["ratio"] = value["ratio"]
+                offload["ratio"] = value["ratio"]
         else:
             _refuse_unknown(key, ("offload_optimizer", "offload_param", "sub_group_size"))
-    fields: dict[str, Any] = {"offload": found}
+    fields: dict[str, Any] = {"offload": offload}
     for key, value in (activation_checkpointing or {}).items():
         if key == "partition_activations":
             fields[key] = value
         elif key == "cpu_checkpointing":
             if not isinstance(value, bool):
                 raise PlanError(f"{short(value)} is neither true nor false", where=f"activation_checkpointing.{key}")
-            found["activations"] = "cpu" if value else "none"
+            offload["activations"] = "cpu" if value else "none"
         elif f"activation_checkpointing.{key}" not in KEYS:
             raise PlanError(
                 f"unknown key {key!r}",
@@ -245,29 +245,29 @@ def _refuse_elastic(given: Mapping[str, Any]) -> None:
 def _most_elastic(sizes: list[int], most: int, least_gpus: int, most_gpus: int, larger: bool) -> tuple[int, list[int]]:
     """Return the batch of at most `most` rows that the most numbers of GPUs divide into micro-batches, and these
     numbers."""
-    found: list[tuple[int, int, int]] = []
+    candidates: list[tuple[int, int, int]] = []
     worlds: dict[int, list[int]] = {}
     for base in {*sizes, lcm(*sizes)}:
         if base <= most:
             batch = base * _highly_composite(most // base)
             gpus = range(max(1, least_gpus), min(most_gpus, batch) + 1)
             worlds[batch] = [n for n in gpus if any(batch % (n * size) == 0 for size in sizes)]
-            found.append((len(worlds[batch]), batch if larger else -batch, batch))
-    batch = max(found)[2]
+            candidates.append((len(worlds[batch]), batch if larger else -batch, batch))
+    batch = max(candidates)[2]
     return batch, worlds[batch]
 
 
 def _highly_composite(most: int) -> int:
     """Return the largest number up to `most` (and 720720) that has more divisors than any smaller one."""
-    found = [(1, 1)]  # (number, how many divisors it has)
+    products = [(1, 1)]  # (number, how many divisors it has)
     for prime in (2, 3, 5, 7, 11, 13):
-        for number, divisors in list(found):
+        for number, divisors in list(products):
             power = 1
             while (number := number * prime) <= min(most, _LARGEST_FACTOR):
                 power += 1
-                found.append((number, divisors * power))
+                products.append((number, divisors * power))
     best = largest = 0
-    for number, divisors in sorted(found):
+    for number, divisors in sorted(products):
         if divisors > best:
             best, largest = divisors, number
     return largest

@@ -66,8 +66,8 @@ class _Recorder(TorchDispatchMode):
         self._of: dict[int, Writes] = {}
 
     def untouched(self, tensor: torch.Tensor) -> bool:
-        found = self._fresh.get(tensor.untyped_storage()._cdata)
-        return found is not None and not found.expired()
+        storage = self._fresh.get(tensor.untyped_storage()._cdata)
+        return storage is not None and not storage.expired()
 
     def writes_of(self, tensor: torch.Tensor) -> Writes | None:
         """Return the recorded writes to the parameter whose storage a tensor shares; None if it is not a deferred

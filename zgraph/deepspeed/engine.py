@@ -117,10 +117,10 @@ class DeepSpeedEngine(Checkpoints, Settings, Unsupported, nn.Module):  # type: i
     @property
     def handle(self) -> Handle:
         """The handle of the compiled model: `engine.module.zgraph`."""
-        found = self.module.__dict__.get("zgraph")
-        if not isinstance(found, Handle):
+        handle = self.module.__dict__.get("zgraph")
+        if not isinstance(handle, Handle):
             raise StepError("the engine's model is no longer compiled", hint="call initialize again")
-        return found
+        return handle
 
     @property
     def report(self) -> Any:
@@ -608,8 +608,8 @@ class DeepSpeedEngine(Checkpoints, Settings, Unsupported, nn.Module):  # type: i
         for row in rows:
             if row.verdict == "no effect here":
                 no_effect(f"{row.key[:-1]}={row.value!r})", row.said)
-        kept = [row for row in report.rows if not row.key.startswith("engine.compile(")]
-        self._training.report = replace(report, rows=(*kept, *rows))
+        other_rows = [row for row in report.rows if not row.key.startswith("engine.compile(")]
+        self._training.report = replace(report, rows=(*other_rows, *rows))
 
     @property
     def is_compiled(self) -> bool:

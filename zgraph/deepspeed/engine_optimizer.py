@@ -86,9 +86,9 @@ class EngineOptimizer(torch.optim.Optimizer):
         optimizer takes over."""
         deferred = self._handle.deferred
         if deferred is None:
-            found = self._handle.optimizer
-            assert found is not None
-            return found
+            optimizer = self._handle.optimizer
+            assert optimizer is not None
+            return optimizer
         if self._early is None:
             members = members_of(deferred.module, deferred.specs, self._handle.plan.optimizer)
             params = dict(deferred.module.named_parameters(remove_duplicate=False))
@@ -99,11 +99,11 @@ class EngineOptimizer(torch.optim.Optimizer):
     def _hand_over(self) -> None:
         """Move the groups, as schedulers have changed them so far, to the cut model's optimizer."""
         early, self._early = self._early, None
-        found = self.optimizer
+        optimizer = self.optimizer
         assert early is not None
-        for mine, theirs in zip(early.param_groups, found.param_groups, strict=True):
+        for mine, theirs in zip(early.param_groups, optimizer.param_groups, strict=True):
             mine["params"] = theirs["params"]
-        found.follow(early)
+        optimizer.follow(early)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]

@@ -155,9 +155,9 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def load_whole(model: nn.Module, state_dict: Mapping[str, Any], *, strict: bool = True) -> None:
     """Load whole tensors, equal on all ranks, or shards into a compiled model. All ranks must call it."""
     state = dict(state_dict)
-    held = dict(model.named_parameters(remove_duplicate=False))
+    params = dict(model.named_parameters(remove_duplicate=False))
     for name, value in state.items():
-        mine = held.get(name)
+        mine = params.get(name)
         if isinstance(mine, DTensor) and isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
             state[name] = distribute_tensor(value.to(mine.device, mine.dtype), mine.device_mesh, mine.placements)
     model.load_state_dict(state, strict=strict)

@@ -101,12 +101,12 @@ def initialize(
         set_log_level_from_string(level)
     _to_device(model)
     given = _given(model, optimizer, model_parameters, lr_scheduler)
-    plan, found = _planned(given_config, given, model)
+    plan, report = _planned(given_config, given, model)
     batch = _batch(given_config, plan)
     training = _training(model, plan, given, given_config)
-    training.report, training.collate_fn = found, collate_fn
+    training.report, training.collate_fn = report, collate_fn
     if comm.get_rank() == 0:
-        logger.info("what became of the configuration:\n%s", found)
+        logger.info("what became of the configuration:\n%s", report)
     kind = PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine
     engine = kind(model, given_config, batch, training)
     if training_data is not None:
@@ -118,18 +118,18 @@ def initialize(
 def _config_of(args: Any, config: Config | None, config_params: Config | None) -> Config:
     """Return the one configuration that is given. Raises `PlanError` if there is none, and if there are two."""
     of_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
-    found = [c for c in (config, config_params, of_args) if c is not None]
-    if not found:
+    configs = [c for c in (config, config_params, of_args) if c is not None]
+    if not configs:
         raise PlanError(
             "initialize needs a configuration",
             hint="config=…, a dict or the path of a JSON file; or --deepspeed_config",
         )
-    if len(found) > 1:
+    if len(configs) > 1:
         raise PlanError(
             "a configuration is given twice: by two of args.deepspeed_config, config and config_params",
             hint="leave one out",
         )
-    return found[0]
+    return configs[0]
 
 
 def _refuse_other_groups(mpu: Any, mesh_param: Any) -> None:
@@ -160,15 +160,15 @@ def _planned(config: dict[str, Any], given: Given, model: nn.Module) -> tuple[Pl
     summed = translated.get("gradient_allreduce_op") == "sum" and not isinstance(model, PipelineModule)
     if summed:
         del translated["gradient_allreduce_op"]
-    found = report_on(translated, world=comm.get_world_size(), model=model)
-    plan = found.require_plan()
+    report = report_on(translated, world=comm.get_world_size(), model=model)
+    plan = report.require_plan()
     if own:
-        found = _overridden(found, config, "optimizer")
+        report = _overridden(report, config, "optimizer")
     if given.scheduler is not None:
-        found = _overridden(found, config, "scheduler")
+        report = _overridden(report, config, "scheduler")
     if summed:
         said = "the engine multiplies each loss by the data-parallel ranks, over which the plan averages"
-        found = replace(found, rows=(*found.rows, Row("gradient_allreduce_op", "sum", "applied", said)))
+        report = replace(report, rows=(*report.rows, Row("gradient_allreduce_op", "sum", "applied", said)))
     fields: dict[str, Any] = {"precision": _precision(plan)}
     if own:
         assert given.names is not None
@@ -187,7 +187,7 @@ def _planned(config: dict[str, Any], given: Given, model: nn.Module) -> tuple[Pl
     if fields["precision"] != "fp32":
         fields["numerics"] = None
     asked = config.get("zgraph") or {}  # (the plan has these fields already)
-    return plan.model_copy(update={k: v for k, v in fields.items() if k not in asked}), found
+    return plan.model_copy(update={k: v for k, v in fields.items() if k not in asked}), report
 
 
 def _overridden(report: Report, config: dict[str, Any], section: str) -> Report:
@@ -269,7 +269,7 @@ def _given(model: nn.Module, optimizer: Any, model_parameters: Iterable[Any] | N
     changed."""
     _refuse_another_optimizers(scheduler, optimizer)
     groups = None if model_parameters is None else groups_of(_parameters(model_parameters))
-    found = Given(scheduler=scheduler)
+    objects = Given(scheduler=scheduler)
     if isinstance(optimizer, (EngineOptimizer, DeepSpeedEngine)):
         raise ModelError(
             "this optimizer is an engine's already", hint="leave it out: the configuration has one; or make another"
@@ -277,18 +277,18 @@ def _given(model: nn.Module, optimizer: Any, model_parameters: Iterable[Any] | N
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         if not callable(optimizer):
             raise ModelError(f"optimizer is a {type(optimizer).__name__}, no optimizer and no function that makes one")
-        made = optimizer(groups if groups is not None else [p for p in model.parameters() if p.requires_grad])
-        if not isinstance(made, torch.optim.Optimizer):
-            raise ModelError(f"the function that makes the optimizer has made a {type(made).__name__}")
-        optimizer = made
+        new_optimizer = optimizer(groups if groups is not None else [p for p in model.parameters() if p.requires_grad])
+        if not isinstance(new_optimizer, torch.optim.Optimizer):
+            raise ModelError(f"the function that makes the optimizer has made a {type(new_optimizer).__name__}")
+        optimizer = new_optimizer
     if optimizer is not None:
         optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
-        found.optimizer, groups = optimizer, list(optimizer.param_groups)
+        objects.optimizer, groups = optimizer, list(optimizer.param_groups)
     if groups is not None:
-        found.groups = groups = [group for group in groups if group["params"]]
-        found.names = names_of(model, groups)
-        freeze_others(model, found.names)
-    return found
+        objects.groups = groups = [group for group in groups if group["params"]]
+        objects.names = names_of(model, groups)
+        freeze_others(model, objects.names)
+    return objects
 
 
 def _is_scheduler(given: Any) -> bool:

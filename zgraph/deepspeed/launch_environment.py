@@ -50,7 +50,7 @@ def rank_variables(environ: Mapping[str, str], port: int = 29500) -> dict[str, s
     system = next((s for s in _SYSTEMS if s.rank in environ and s.world in environ), None)
     if system is None:
         return {}
-    found = {
+    variables = {
         "RANK": environ[system.rank],
         "WORLD_SIZE": environ[system.world],
         "LOCAL_RANK": environ.get(system.local, "0"),
@@ -59,14 +59,14 @@ def rank_variables(environ: Mapping[str, str], port: int = 29500) -> dict[str, s
     address = environ.get("MASTER_ADDR") or next(
         (first_host(environ[name]) for name in system.address if environ.get(name)), None
     )
-    if address is None and int(found["WORLD_SIZE"]) > 1:
+    if address is None and int(variables["WORLD_SIZE"]) > 1:
         raise MeshError(
-            f"nothing says where rank 0 of {found['WORLD_SIZE']} is",
+            f"nothing says where rank 0 of {variables['WORLD_SIZE']} is",
             where="MASTER_ADDR",
             why=f"{system.name} has started this process, and says no address",
             hint="set MASTER_ADDR to the first node's name, for all processes",
         )
-    return found | {"MASTER_ADDR": address or "127.0.0.1"}
+    return variables | {"MASTER_ADDR": address or "127.0.0.1"}
 
 
 def first_host(text: str) -> str:

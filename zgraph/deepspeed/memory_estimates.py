@@ -131,6 +131,6 @@ def _peak(model: nn.Module, stage: int, ranks: int, kept: tuple[str, ...], input
         "optimizer": {"type": "AdamW"},
         "zero_optimization": section,
     }
-    made: Plan = plan(config, world=ranks).plan
+    zero_plan: Plan = plan(config, world=ranks).plan
     inputs = pytree.tree_map_only(torch.Tensor, lambda t: t.bfloat16() if t.is_floating_point() else t, inputs)
-    return peak_of(of_model(model, made, inputs, ranks)).bytes
+    return peak_of(of_model(model, zero_plan, inputs, ranks)).bytes

@@ -98,11 +98,11 @@ def _with_params(draft: Draft, name: str, defaults: dict[str, Any], params: dict
         draft.refuse(f"optimizer.params.{key}", f"{name} has no such number", hint)
         del given[key]
     try:
-        made = record(**{**defaults, **given})
+        optimizer_record = record(**{**defaults, **given})
     except PlanError as error:
         _refuse_each(draft, "optimizer.params", error)
         return
-    draft.apply("optimizer.type", "optimizer", made, note)
+    draft.apply("optimizer.type", "optimizer", optimizer_record, note)
     draft.say("optimizer.type", "applied", f"optimizer = {name}{f': {note}' if note else ''}")
     for key in params:
         if key in ignored:
@@ -113,7 +113,9 @@ def _with_params(draft: Draft, name: str, defaults: dict[str, Any], params: dict
             )
         elif key in given:
             draft.say(
-                f"optimizer.params.{asked.get(key, key)}", "applied", f"optimizer.{key} = {short(getattr(made, key))}"
+                f"optimizer.params.{asked.get(key, key)}",
+                "applied",
+                f"optimizer.{key} = {short(getattr(optimizer_record, key))}",
             )
     for key, value in defaults.items():
         if key not in params:
@@ -166,17 +168,17 @@ def scheduler(draft: Draft) -> None:
 
     try:
         if kind in _SCHEDULES:
-            made = getattr(lr_schedules, kind)(**params)
+            schedule = getattr(lr_schedules, kind)(**params)
         elif inspect.isclass(getattr(lr_scheduler, kind, None)):
-            made = lr_schedules.TorchSchedule(scheduler=kind, args=params)
+            schedule = lr_schedules.TorchSchedule(scheduler=kind, args=params)
         else:
             draft.refuse(key, f"there is no schedule {kind!r}", did_you_mean(kind, _SCHEDULES))
             return
     except PlanError as error:
         _refuse_each(draft, "scheduler.params", error)
         return
-    draft.apply(key, "lr_schedule", made)
-    logarithmic = getattr(made, "warmup_type", "") == "log" and "warmup_type" not in params
+    draft.apply(key, "lr_schedule", schedule)
+    logarithmic = getattr(schedule, "warmup_type", "") == "log" and "warmup_type" not in params
     warm = "; its warm-up is logarithmic, as DeepSpeed's default is" if logarithmic else ""
     draft.say(key, "applied", f"lr_schedule = {kind}{warm}")
     for name, value in params.items():

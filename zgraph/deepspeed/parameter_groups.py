@@ -65,7 +65,7 @@ def names_of(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> list[list
     """
     known = {id(p): name for name, p in model.named_parameters()}
     seen: dict[str, int] = {}
-    found: list[list[str]] = []
+    names: list[list[str]] = []
     for number, group in enumerate(groups):
         mine = []
         for param in group["params"]:
@@ -80,8 +80,8 @@ def names_of(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> list[list
                 raise ModelError(f"parameter {name!r} is in group {seen[name]} and in group {number}")
             seen[name] = number
             mine.append(name)
-        found.append(mine)
-    return found
+        names.append(mine)
+    return names
 
 
 def freeze_others(model: nn.Module, names: Iterable[Iterable[str]]) -> None:
@@ -120,23 +120,23 @@ def with_groups(
     record: records.Optimizer, others: Sequence[tuple[Sequence[str], Mapping[str, Any]]]
 ) -> records.Optimizer:
     """Return the record with further groups, each given by the names of its parameters and its own numbers."""
-    made = tuple(
+    groups = tuple(
         records.ParamGroup(match=tuple(map(glob.escape, names)), overrides=dict(values))
         for names, values in others
         if names
     )
-    return record.model_copy(update={"groups": made}) if made else record
+    return record.model_copy(update={"groups": groups}) if groups else record
 
 
 def _values(kind: type[records.Optimizer], group: Mapping[str, Any]) -> dict[str, Any]:
     """Return a group's numbers as fields of a record. Raises `PlanError` for a number that the record does not have."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, value in group.items():
         if key in _HOW or (isinstance(value, str) and (key not in kind.model_fields or key == "name")):
             continue  # (a text is the group's label)
         if key in kind.model_fields and key not in ("name", "groups", "decay"):
             value = value.item() if isinstance(value, torch.Tensor) else value
-            found[key] = tuple(value) if isinstance(value, (list, tuple)) else value
+            values[key] = tuple(value) if isinstance(value, (list, tuple)) else value
         elif value not in (None, False) and not (key == "decoupled_weight_decay" and kind is records.AdamW):
             raise PlanError(
                 f"{kind.__name__} has no number {key!r}",
@@ -144,7 +144,7 @@ def _values(kind: type[records.Optimizer], group: Mapping[str, Any]) -> dict[str
                 why=f"a group of the optimizer has {key} = {value!r}",
                 hint="leave it out",
             )
-    return found
+    return values
 
 
 def of_model_parameters(

@@ -80,9 +80,11 @@ class Draft:
         parts = where.split(".")
         for length in range(len(parts), 0, -1):
             name = ".".join(parts[:length])
-            found = next((key for origin, key in self.origins.items() if f"{origin}.".startswith(f"{name}.")), None)
-            if found is not None:
-                return found
+            origin_key = next(
+                (key for origin, key in self.origins.items() if f"{origin}.".startswith(f"{name}.")), None
+            )
+            if origin_key is not None:
+                return origin_key
         return next(iter(self.origins.values()), "the configuration")
 
 

@@ -39,7 +39,7 @@ def read(config: Config) -> dict[str, Any]:
         return _own(config)
     path = Path(config)
     try:
-        found = _parsed(path.read_text(encoding="utf-8"))
+        config_dict = _parsed(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise PlanError("the configuration can't be read", where=str(path), why=error.strerror or str(error)) from error
     except json.JSONDecodeError as error:
@@ -49,9 +49,9 @@ def read(config: Config) -> dict[str, Any]:
         raise PlanError("the configuration is no text", where=str(path), why=str(error)) from error
     except PlanError as error:
         raise PlanError(error.what, where=f"{path}: {error.where}", hint=error.hint) from None
-    if not isinstance(found, dict):
-        raise PlanError(f"the configuration is {short(found)}", where=str(path), hint="it is a table: {…}")
-    return _own(found)
+    if not isinstance(config_dict, dict):
+        raise PlanError(f"the configuration is {short(config_dict)}", where=str(path), hint="it is a table: {…}")
+    return _own(config_dict)
 
 
 _MEND = "mend that line; comments and keys without quotes are Hjson, which is read where the package hjson is installed"
@@ -77,26 +77,26 @@ def _parsed(text: str) -> Any:
 
 def _own(config: Mapping[str, Any], section: str = "") -> dict[str, Any]:
     """Return a copy with the present names of keys, and 0 and 1 as false and true for keys that take these."""
-    found: dict[str, Any] = {}
+    renamed: dict[str, Any] = {}
     for given, value in config.items():
         name = ALIASES.get(f"{section}{given}", given)
         key = f"{section}{name}"
-        if name in found:
+        if name in renamed:
             raise PlanError(
                 f"{key} is given twice", where=key, hint=f"keep one of them (it has two names, of which one is {given})"
             )
         switch = key in KEYS and KEYS[key].kind == "bool" and type(value) is int and value in (0, 1)
-        found[name] = _own(value, f"{key}.") if isinstance(value, Mapping) else bool(value) if switch else value
-    return found
+        renamed[name] = _own(value, f"{key}.") if isinstance(value, Mapping) else bool(value) if switch else value
+    return renamed
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    table: dict[str, Any] = {}
     for name, value in pairs:
-        if name in found:
+        if name in table:
             raise PlanError(f"{name!r} is given twice", where=name, hint="keep one of them")
-        found[name] = value
-    return found
+        table[name] = value
+    return table
 
 
 # -- keys and types ---------------------------------------------------------------------------------------------------------
@@ -122,8 +122,8 @@ def _check(draft: Draft, section: str, name: Any, value: Any) -> None:
         if not isinstance(value, Mapping):
             draft.refuse(key, f"{short(value)} is not {text}", f"give {text}, or leave it out")
             return
-        for inner, held in value.items():
-            _check(draft, key, inner, held)
+        for inner, inner_value in value.items():
+            _check(draft, key, inner, inner_value)
         return
     if known.verdict == "applied":
         return
@@ -221,10 +221,10 @@ def _no_ratio(arguments: Any) -> bool:
 def _argument(arguments: Any, name: str) -> Any:
     if arguments is None:
         raise LookupError(f'"auto" is the training arguments\' {name}, and none are given')
-    found = arguments.get(name) if isinstance(arguments, Mapping) else getattr(arguments, name, None)
-    if found is None:
+    argument = arguments.get(name) if isinstance(arguments, Mapping) else getattr(arguments, name, None)
+    if argument is None:
         raise LookupError(f'"auto" is the training arguments\' {name}, and these have none')
-    return found
+    return argument
 
 
 def _hidden_size(model: Any) -> int:

@@ -38,10 +38,10 @@ class Report:
 
     def __getitem__(self, key: str) -> Row:
         """Return the row of a key ("zero_optimization.stage"). Raises `KeyError` if there is none."""
-        found = next((row for row in self.rows if row.key == key), None)
-        if found is None:
+        row_of_key = next((row for row in self.rows if row.key == key), None)
+        if row_of_key is None:
             raise KeyError(key)
-        return found
+        return row_of_key
 
     def __str__(self) -> str:
         lines: list[str] = []

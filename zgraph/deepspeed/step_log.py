@@ -122,13 +122,13 @@ def _now() -> float:
 
 def _events(engine: Steps, loss: float | None, took: Mapping[str, float]) -> list[Event]:
     rows = engine.global_samples
-    found: list[Event] = [("Train/Samples/train_loss", loss, rows)] if loss is not None else []
+    events: list[Event] = [("Train/Samples/train_loss", loss, rows)] if loss is not None else []
     rates = engine.get_lr()
     if rates:
-        found.append(("Train/Samples/lr", float(rates[0]), rows))
+        events.append(("Train/Samples/lr", float(rates[0]), rows))
     if engine.handle.loss_scale is not None:
-        found.append(("Train/Samples/loss_scale", float(engine.optimizer.cur_scale), rows))
-    return found + [(f"Train/Samples/elapsed_time_ms_{phase}", ms, rows) for phase, ms in took.items()]
+        events.append(("Train/Samples/loss_scale", float(engine.optimizer.cur_scale), rows))
+    return events + [(f"Train/Samples/elapsed_time_ms_{phase}", ms, rows) for phase, ms in took.items()]
 
 
 def profile_of(engine: Steps, took: Mapping[str, float], section: Mapping[str, Any]) -> str:
@@ -161,23 +161,23 @@ def profile_of(engine: Steps, took: Mapping[str, float], section: Mapping[str, A
 
 def _flops(program: Program) -> tuple[Counter[str], Counter[str]]:
     """Return the floating-point operations by module, of the forward and of the backward."""
-    found: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
+    by_phase: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
     for node in program.graph.nodes:
         if node.op == "call_function" and (flops := flops_of(node)):
-            found[info(node).phase.name.lower() == "backward"][info(node).module] += flops
-    return found
+            by_phase[info(node).phase.name.lower() == "backward"][info(node).module] += flops
+    return by_phase
 
 
 def _by_module(flops: Counter[str], depth: int) -> list[tuple[str, int]]:
     """Return (module, operations) of modules down to `depth` (-1: all), each with its submodules' operations, sorted
     by name."""
-    found: Counter[str] = Counter()
+    totals: Counter[str] = Counter()
     for name, count in flops.items():
         parts = name.split(".") if name else []
         for end in range(len(parts) + 1):
             if depth < 0 or end <= depth:
-                found[".".join(parts[:end])] += count
-    return sorted(found.items())
+                totals[".".join(parts[:end])] += count
+    return sorted(totals.items())
 
 
 def _count(number: float) -> str:

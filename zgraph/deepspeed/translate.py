@@ -46,8 +46,8 @@ def plan(config: Config, *, world: int, model: Any = None, arguments: Any = None
     can't be read, and if keys are unknown or unsupported, with one problem for each (`error.problems`); `report` reports the
     same keys without raising.
     """
-    found = report(config, world=world, model=model, arguments=arguments)
-    return Translation(found.require_plan(), found)
+    key_report = report(config, world=world, model=model, arguments=arguments)
+    return Translation(key_report.require_plan(), key_report)
 
 
 def report(config: Config, *, world: int, model: Any = None, arguments: Any = None) -> Report:
@@ -243,19 +243,19 @@ def _batch(draft: Draft) -> None:
         draft.refuse(PARTS, "how many rows a micro-batch has can't be told", f"give {ROWS} as well")
         return
     parts = parts or 1
-    made = (
+    note = (
         f"a step is {rows * parts} rows on each of {ranks} data-parallel ranks"
         if rows
         else f"on {ranks} data-parallel ranks"
     )
     for key in (BATCH, ROWS):
         if draft.get(key) is not None:
-            draft.say(key, "applied", made)
+            draft.say(key, "applied", note)
     name = PARTS if draft.get(PARTS) is not None else staged
     if name or parts > 1:
-        draft.apply(name or BATCH, "micro_batches", int(parts), made)
+        draft.apply(name or BATCH, "micro_batches", int(parts), note)
     if staged:
-        draft.say(staged, "applied", f"micro_batches = {int(parts)}: {made}")
+        draft.say(staged, "applied", f"micro_batches = {int(parts)}: {note}")
 
 
 def _elasticity(draft: Draft) -> None:
@@ -410,9 +410,9 @@ def _dtypes(draft: Draft, changes: dict[str, Any], short: str) -> None:
             draft.say(key, "equivalent", "the plan's optimizer accumulates gradients in fp32")
         else:
             draft.say(key, "no effect here", "the plan's optimizer accumulates gradients in fp32, which is better")
-    kept = draft.get("data_types.keep_in_fp32_modules")
-    if kept is not None:
-        changes["keep_fp32"] = tuple(f"*{name}*" for name in kept)
+    fp32_modules = draft.get("data_types.keep_in_fp32_modules")
+    if fp32_modules is not None:
+        changes["keep_fp32"] = tuple(f"*{name}*" for name in fp32_modules)
         draft.say("data_types.keep_in_fp32_modules", "applied", f"precision.keep_fp32 = {list(changes['keep_fp32'])}")
 
 

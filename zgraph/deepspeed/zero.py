@@ -128,13 +128,13 @@ class GatheredParameters:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        held, self._held = self._held, []
-        for param, _, places, _ in held:
+        gathered, self._held = self._held, []
+        for param, _, places, _ in gathered:
             for module, key in places:
                 module._parameters[key] = param
         if kind is not None:
             return
-        for param, whole, _, version in held:
+        for param, whole, _, version in gathered:
             if self._modifier is None:
                 if param is not whole and whole._version != version:
                     raise ModelError(

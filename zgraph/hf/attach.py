@@ -61,8 +61,8 @@ def attach(
         refuse_release("loss scaling")
         scale = loss_scale_of(trainer.accelerator.scaler)  # type: ignore[attr-defined]
         chosen = chosen.model_copy(update={"precision": Precision(loss_scale=scale)})
-    made = optimizer_of(trainer)
-    chosen = chosen.model_copy(update={"optimizer": made.record})
+    translated = optimizer_of(trainer)
+    chosen = chosen.model_copy(update={"optimizer": translated.record})
     model: Any = trainer.model  # type: ignore[attr-defined]
     replaced: list[Before] = []
     try:
@@ -74,8 +74,8 @@ def attach(
         raise
     kind: Any = type(trainer)
     trainer.__class__ = attached_class(kind)
-    trainer.after_attach(autocast, made.without)  # type: ignore[attr-defined]
-    scaler = PlanScaler(trainer, told=not made.decides) if autocast is torch.float16 else None
+    trainer.after_attach(autocast, translated.without)  # type: ignore[attr-defined]
+    scaler = PlanScaler(trainer, told=not translated.decides) if autocast is torch.float16 else None
     trainer.accelerator.scaler = scaler  # type: ignore[attr-defined]
     for note in notes:
         logger.info("%s", note)

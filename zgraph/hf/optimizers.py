@@ -29,21 +29,21 @@ def optimizer_of(trainer: Any) -> Made:
     try:
         if given is None:
             trainer.create_optimizer()
-        made = trainer.optimizer
+        optimizer = trainer.optimizer
     finally:
         trainer.optimizer = given
-    names = names_of(trainer.model, made.param_groups)
-    record = record_of(made, names)
+    names = names_of(trainer.model, optimizer.param_groups)
+    record = record_of(optimizer, names)
     if record is None:
         raise PlanError(
-            f"a plan has no {type(made).__name__}",
+            f"a plan has no {type(optimizer).__name__}",
             where="optim of TrainingArguments" if given is None else "optimizers of the Trainer",
             why="its update would have to be compiled, and its states divided over the ranks",
             hint='optim="adamw_torch", "sgd" or "adagrad"; or train without attach',
         )
-    held = {id(p) for group in made.param_groups for p in group["params"]}
-    without = [n for n, p in trainer.model.named_parameters() if id(p) not in held]
-    return Made(record, bool(getattr(made, "_step_supports_amp_scaling", False)), without)
+    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    without = [n for n, p in trainer.model.named_parameters() if id(p) not in owned]
+    return Made(record, bool(getattr(optimizer, "_step_supports_amp_scaling", False)), without)
 
 
 def refuse_unfrozen(model: Any, without: list[str]) -> None:

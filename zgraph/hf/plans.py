@@ -91,10 +91,10 @@ def _of_deepspeed(trainer: Any, config: Mapping[str, Any]) -> Plan:
 
 
 def _at(config: Mapping[str, Any], key: str) -> Any:
-    found: Any = config
+    value: Any = config
     for part in key.split("."):
-        found = found.get(part) if isinstance(found, Mapping) else None
-    return found
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
 
 
 def _refuse_difference(key: str, said: Any, argument: str, asked: Any) -> None:

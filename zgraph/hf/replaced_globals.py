@@ -57,10 +57,10 @@ def _globals_of(name: str, function: types.FunctionType, values: Mapping[str, An
     while True:
         path = name if number == 1 else f"{name}_{number}"
         if path not in sys.modules:
-            made = types.ModuleType(path)
-            vars(made).update({**wanted, "__doc__": f"{file} with other {', '.join(values)}."})
-            sys.modules[path] = made
-            return vars(made)
+            module = types.ModuleType(path)
+            vars(module).update({**wanted, "__doc__": f"{file} with other {', '.join(values)}."})
+            sys.modules[path] = module
+            return vars(module)
         known = vars(sys.modules[path])
         if all(known.get(key, known) is value for key, value in wanted.items() if key != "__doc__"):
             return known

@@ -42,13 +42,15 @@ def initialize_meta_tensors(shards: Shards, device: torch.device, seed: int, els
         if scratch is not None:
             scratch.reserve(sum(_padded_bytes(p) for p in params.values()))
         for key, param in params.items():
-            made = (
+            storage = (
                 scratch.take(param)
                 if scratch is not None
                 else torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=device)
             )
-            child._parameters[key] = nn.Parameter(made.fill_(_sentinel(made.dtype)), requires_grad=param.requires_grad)
-            del made
+            child._parameters[key] = nn.Parameter(
+                storage.fill_(_sentinel(storage.dtype)), requires_grad=param.requires_grad
+            )
+            del storage
         for key, buffer in buffers.items():
             child._buffers[key] = _unset(buffer, device)
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
@@ -67,8 +69,8 @@ def initialize_meta_tensors(shards: Shards, device: torch.device, seed: int, els
                 shards.pending.add(names[id(old)])
             shards.install(names[id(old)], whole.detach())
         for key in buffers:
-            held = child._buffers[key]
-            if held is not None and _is_unset(held):
+            registered = child._buffers[key]
+            if registered is not None and _is_unset(registered):
                 name = f"{path}.{key}" if path else key
                 if key in child._non_persistent_buffers_set:
                     raise ModelError(
@@ -83,8 +85,8 @@ def still_unset(shards: Shards) -> Iterator[str]:
     """Yield the pending names whose values have not been loaded yet."""
     tensors = {**dict(shards.module.named_buffers()), **shards.params()}
     for name in sorted(shards.pending):
-        held = tensors[name]
-        local = local_of(held)
+        tensor = tensors[name]
+        local = local_of(tensor)
         if _is_unset(local.detach()):
             yield name
 
@@ -121,8 +123,8 @@ def _padded_bytes(tensor: torch.Tensor) -> int:
 
 def _unset(like: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a real tensor of this type, filled with a value that means "not initialised"."""
-    made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
-    return made.fill_(_sentinel(like.dtype))
+    unset = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+    return unset.fill_(_sentinel(like.dtype))
 
 
 def _sentinel(dtype: torch.dtype) -> Any:

@@ -33,14 +33,14 @@ def with_precision(spec: ParamSpec, precision: Precision, stays: Collection[str]
         return spec
     if spec.name.rpartition(".")[0] in stays:
         return replace(spec, dtype=torch.float32)
-    held = precision.dtype("parameter") or spec.dtype
-    low = held in (torch.bfloat16, torch.float16)
+    stored = precision.dtype("parameter") or spec.dtype
+    low = stored in (torch.bfloat16, torch.float16)
     return replace(
         spec,
-        dtype=held,
-        compute=precision.dtype("compute") or held,
+        dtype=stored,
+        compute=precision.dtype("compute") or stored,
         reduce=precision.dtype("reduce"),
-        accumulate=torch.float32 if low else held,
+        accumulate=torch.float32 if low else stored,
     )
 
 
@@ -54,21 +54,21 @@ def stays_fp32(module: nn.Module, precision: Precision) -> set[str]:
     names, tied = module_names(module), parameter_names(module)
     first = {n: every[0] for every in tied.values() for n in every}
     own: dict[str, set[str]] = {}
-    found: set[str] = set()
+    chosen: set[str] = set()
     for path, child in module.named_modules():
         paths = names[path]
         own[path] = {first[_inside(path, key)] for key, p in child._parameters.items() if p is not None}
         read = [n for name in own[path] for n in tied[name]]
         norm = isinstance(child, _NormBase) and child.running_mean is not None and precision.buffer is None
         if norm or matches(around([*paths, *read]), precision.keep_fp32):
-            found.add(path)
-    kept: set[str] = set()
+            chosen.add(path)
+    shared: set[str] = set()
     while True:
-        kept |= {name for path in found for name in own[path]}
-        more = {path for path, held in own.items() if held & kept} - found
+        shared |= {name for path in chosen for name in own[path]}
+        more = {path for path, names_there in own.items() if names_there & shared} - chosen
         if not more:
-            return {n for path in found for n in names[path]}
-        found |= more
+            return {n for path in chosen for n in names[path]}
+        chosen |= more
 
 
 def _inside(path: str, key: str) -> str:
@@ -110,16 +110,16 @@ def prepare(module: nn.Module, precision: Precision, specs: dict[str, ParamSpec]
     names, stays = module_names(module), stays_fp32(module, precision)
     with contextlib.ExitStack() as undo:
         for path, child in module.named_modules():
-            for key, held in list(child._buffers.items()):
+            for key, tensor in list(child._buffers.items()):
                 known = around(_inside(n, key) for n in names[path])
                 if (
                     buffer is not None
-                    and held is not None
-                    and held.is_floating_point()
+                    and tensor is not None
+                    and tensor.is_floating_point()
                     and not matches(known, precision.keep_fp32)
                 ):
-                    child._buffers[key] = held.to(buffer)
-                    undo.callback(child._buffers.__setitem__, key, held)
+                    child._buffers[key] = tensor.to(buffer)
+                    undo.callback(child._buffers.__setitem__, key, tensor)
             own = any(p is not None for p in child._parameters.values())
             if low in (torch.bfloat16, torch.float16) and own and path in stays:
                 undo.callback(child.register_forward_pre_hook(_Cast(torch.float32).before, with_kwargs=True).remove)
@@ -159,14 +159,14 @@ def too_large_for(module: nn.Module, precision: Precision) -> list[str]:
     if (precision.compute or precision.parameter) != "float16":
         return []
     largest = torch.finfo(torch.float16).max
-    found = []
+    too_large = []
     for name, param in module.named_parameters():
         if param.is_meta or not param.is_floating_point() or not param.numel():
             continue
         top = param.detach().abs().max()
         if not bool(top <= largest):
-            found.append(name)
-    return found
+            too_large.append(name)
+    return too_large
 
 
 def overflow_error(names: list[str]) -> ModelError:

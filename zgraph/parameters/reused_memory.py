@@ -25,18 +25,18 @@ class ReusedMemory:
         if self.device.type != "cpu" or size < LEAST:
             return torch.empty(size, dtype=torch.uint8, device=self.device)
         free = [p for p in self._pieces if holders(p) == 1]
-        found = next((p for p in free if p.numel() == size), None)
-        if found is None:
+        piece = next((p for p in free if p.numel() == size), None)
+        if piece is None:
             self._drop(free, size)
-            found = torch.empty(size, dtype=torch.uint8)
-            self._pieces.append(found)
-        return found[:]
+            piece = torch.empty(size, dtype=torch.uint8)
+            self._pieces.append(piece)
+        return piece[:]
 
     def _drop(self, free: list[torch.Tensor], size: int) -> None:
         """Forget free pieces, the oldest first, until there is room for `size` bytes more."""
-        held = sum(p.numel() for p in self._pieces)
+        total = sum(p.numel() for p in self._pieces)
         for piece in free:
-            if held + size <= self.max_bytes:
+            if total + size <= self.max_bytes:
                 break
-            held -= piece.numel()
+            total -= piece.numel()
             self._pieces = [p for p in self._pieces if p is not piece]

@@ -81,7 +81,7 @@ class Shards:
         what the module has registered. Raises `ModelError` if their names or forms differ from those that programs were
         compiled for.
         """
-        found = self.look_up()
+        now_registered = self.look_up()
         if self._params.keys() != self.specs.keys():
             gone, new = (
                 sorted(self.specs.keys() - self._params.keys()),
@@ -102,16 +102,16 @@ class Shards:
                 f"the parameter {name} is {now} now, and was {then} when the model was compiled{others}",
                 hint="change the model first, then compile it; load_state_dict without assign=True casts to what the model has",
             )
-        return found
+        return now_registered
 
     def look_up(self) -> Registered:
         """Look up the module's parameters, and return what the module has registered."""
-        found = registered(self.module)
-        self._params = found.parameters
+        now_registered = registered(self.module)
+        self._params = now_registered.parameters
         if self.mesh is not None:
             for param in self._params.values():
                 count_steps_on(param)
-        return found
+        return now_registered
 
     def _other_form(self, spec: ParamSpec, param: nn.Parameter) -> tuple[str, str] | None:
         """Return (what a parameter is, what its layout says) if its dtype, shape, device or strides differ from its
@@ -214,12 +214,12 @@ class Shards:
         """Return for each of these whole parameters a 0-dim bool: whether this rank's rows differ in any bit from its
         current shard.
         """
-        found = (
+        flags = (
             differ(mine, self._local_rows(n).to(mine.dtype))
             for n, v in whole.items()
             if (mine := self.mine_of(n, v)).numel()
         )
-        return list(found)
+        return list(flags)
 
     def mine_of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """Return this rank's rows of a whole parameter (of its part along a divided dimension)."""
@@ -273,9 +273,9 @@ class Shards:
             return None
         layout = self._layouts.get((name, value.dtype, partial))
         if type(there) is DTensor and not there.requires_grad and (there._spec is layout or there._spec == layout):
-            held, mine = there._local_tensor, self._without_padding(name, value, partial=partial)
-            if type(held) is torch.Tensor and held.shape == mine.shape and held.device == mine.device:
-                sums.to.append(held)
+            grad, mine = there._local_tensor, self._without_padding(name, value, partial=partial)
+            if type(grad) is torch.Tensor and grad.shape == mine.shape and grad.device == mine.device:
+                sums.to.append(grad)
                 sums.added.append(mine)
                 return None
         return self.gradient(name, value, partial=partial)
@@ -379,8 +379,8 @@ class Shards:
         """Put a parameter that another rank stores on the meta device here, under every name that it had."""
         old, spec = self._params[name], self.specs[name]
         former_storages(self.module).note(name, old)
-        made = torch.empty_strided(spec.whole_shape, spec.whole_stride, dtype=spec.dtype, device="meta")
-        fresh = nn.Parameter(made, requires_grad=old.requires_grad)
+        placeholder = torch.empty_strided(spec.whole_shape, spec.whole_stride, dtype=spec.dtype, device="meta")
+        fresh = nn.Parameter(placeholder, requires_grad=old.requires_grad)
         replaced(old, fresh, "the model was cut into stages", f"it holds {name!r} as it was; another rank has it now")
         for table, key in owners(self.module, old):
             table[key] = fresh
@@ -398,9 +398,9 @@ class Shards:
         other.refresh()
         for name, param in other.params().items():
             if isinstance(param, DTensor) and name in self.buffers:
-                held = self.buffers[name]
-                padded = self._copy_in_tier(self.specs[name], held)
-                padded = held.clone() if padded is held else padded
+                buffer = self.buffers[name]
+                padded = self._copy_in_tier(self.specs[name], buffer)
+                padded = buffer.clone() if padded is buffer else padded
                 rows = param._local_tensor.shape[0]
                 padded[:rows].copy_(param._local_tensor)
                 param._local_tensor = padded[:rows]
@@ -490,6 +490,6 @@ def owners(module: nn.Module, param: torch.Tensor) -> list[tuple[dict[str, Any],
     return [
         (child._parameters, key)
         for child in module.modules()
-        for key, held in child._parameters.items()
-        if held is param
+        for key, owned in child._parameters.items()
+        if owned is param
     ]

@@ -59,11 +59,11 @@ class Staleness:
         answers = differ()
         if not answers:
             return True
-        found = torch.stack(list(answers)).any()
+        differs = torch.stack(list(answers)).any()
         if self.device.type != "cuda":
-            return not bool(found)
+            return not bool(differs)
         self._answer = torch.empty((), dtype=torch.bool, pin_memory=True)
-        self._answer.copy_(found, non_blocking=True)
+        self._answer.copy_(differs, non_blocking=True)
         self._there = torch.cuda.Event()
         self._there.record()
         return True

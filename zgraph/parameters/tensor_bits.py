@@ -31,7 +31,7 @@ def differ(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 def words_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's bits as integers: of 64 bits, if it is large and they fit."""
-    found = bits(tensor.detach())
-    if found.nbytes % 8 == 0 and found.nbytes > 4096 and found.is_contiguous():
-        return found.view(-1).view(torch.int64)
-    return found
+    words = bits(tensor.detach())
+    if words.nbytes % 8 == 0 and words.nbytes > 4096 and words.is_contiguous():
+        return words.view(-1).view(torch.int64)
+    return words

@@ -133,8 +133,8 @@ def _divided(wanted: Wanted) -> _Divided | None:
         return None
     strides = tensor.stride()
     order = tuple(sorted(range(tensor.dim()), key=lambda d: (-strides[d], d)))
-    held = tensor.dtype
-    return _Divided(wanted, tuple(cuts), order, wanted.dtype if wanted.dtype.itemsize < held.itemsize else held)
+    stored = tensor.dtype
+    return _Divided(wanted, tuple(cuts), order, wanted.dtype if wanted.dtype.itemsize < stored.itemsize else stored)
 
 
 _Bucket = list[tuple[Wanted, _Divided | None]]
@@ -164,8 +164,8 @@ def _buckets(wanted: Iterable[Wanted], max_bytes: int) -> Iterator[_Bucket]:
 
 def _gather(bucket: _Bucket, device: torch.device, memory: ReusedMemory) -> Iterator[torch.Tensor]:
     """Yield the whole tensors of a bucket."""
-    divided = [found for _, found in bucket if found is not None]
-    parts = [local_of(found.wanted.tensor).detach() for found in divided]
+    divided = [cut for _, cut in bucket if cut is not None]
+    parts = [local_of(cut.wanted.tensor).detach() for cut in divided]
     if divided:
         first = divided[0]
         mesh: DeviceMesh = first.wanted.tensor.device_mesh  # type: ignore[attr-defined]
@@ -174,13 +174,13 @@ def _gather(bucket: _Bucket, device: torch.device, memory: ReusedMemory) -> Iter
             parts = list(_joined([d.step(cuts) for d in divided], parts, links[cuts - 1], memory))
         wholes = _joined([d.step(1) for d in divided], parts, links[0], memory)
         del parts
-    for item, found in bucket:
-        if found is not None:
+    for item, cut in bucket:
+        if cut is not None:
             yield next(wholes).to(item.dtype)
         else:
-            held = item.tensor.detach()
-            held = held.full_tensor() if isinstance(held, DTensor) and not _is_whole(held) else local_of(held)
-            yield held.to(device, item.dtype)
+            stored = item.tensor.detach()
+            stored = stored.full_tensor() if isinstance(stored, DTensor) and not _is_whole(stored) else local_of(stored)
+            yield stored.to(device, item.dtype)
 
 
 def _is_whole(tensor: DTensor) -> bool:
@@ -241,13 +241,13 @@ def _joined(
 def _in_place(step: _Step, part: torch.Tensor, link: _Link, memory: ReusedMemory) -> torch.Tensor:
     """Return a tensor with a cut undone, each part of which was received in its place."""
     sizes = link.sizes(step.nbytes)
-    held = memory.take(sum(sizes))
-    mine = step.bytes_of(part, held.device)
+    received = memory.take(sum(sizes))
+    mine = step.bytes_of(part, received.device)
     if mine is None:
-        mine = held.split(sizes)[link.mine][: step.nbytes[link.mine]]
+        mine = received.split(sizes)[link.mine][: step.nbytes[link.mine]]
         step.laid_out(mine, link.mine).copy_(part)
-    link.exchange(held, sizes, mine)
-    return step.laid_out(held[: sum(step.nbytes)])
+    link.exchange(received, sizes, mine)
+    return step.laid_out(received[: sum(step.nbytes)])
 
 
 def _unpacked(
@@ -259,8 +259,8 @@ def _unpacked(
         needed = [-(-step.nbytes[rank] // _ALIGNED) * _ALIGNED for step, _ in packed]
         begins.append(list(itertools.accumulate(needed, initial=0)))
     sizes = link.sizes([at[-1] for at in begins])
-    held = memory.take(sum(sizes))
-    segments = held.split(sizes)
+    received = memory.take(sum(sizes))
+    segments = received.split(sizes)
 
     def there(number: int, rank: int) -> torch.Tensor:
         step, begin = packed[number][0], begins[rank][number]
@@ -268,13 +268,13 @@ def _unpacked(
 
     def joined(number: int) -> torch.Tensor:
         step = packed[number][0]
-        made = step.laid_out(memory.take(sum(step.nbytes)))
-        for rank, part in enumerate(made.split(step.cut.sizes, step.cut.dim)):
+        whole = step.laid_out(memory.take(sum(step.nbytes)))
+        for rank, part in enumerate(whole.split(step.cut.sizes, step.cut.dim)):
             part.copy_(there(number, rank))
-        return made
+        return whole
 
     for number, (_, part) in enumerate(packed):
         there(number, link.mine).copy_(part)
-    link.exchange(held, sizes, segments[link.mine])
+    link.exchange(received, sizes, segments[link.mine])
     for number in range(len(packed)):
         yield joined(number)

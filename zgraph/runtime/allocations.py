@@ -22,15 +22,15 @@ def count() -> None:
     if _module is not None:
         return
     try:
-        made = native.load(native.HERE / "allocations.cpp")
+        module = native.load(native.HERE / "allocations.cpp")
     except (FileNotFoundError, subprocess.CalledProcessError) as error:
         raise UnsupportedError(
             "allocations can't be counted",
             why=f"the counter can't be compiled: {error}",
             hint="install g++, or name a C++ compiler in the environment variable CXX",
         ) from error
-    made.install()
-    _module = made
+    module.install()
+    _module = module
 
 
 def counting() -> bool:

@@ -149,10 +149,10 @@ class Step(torch.autograd.Function):
             )
         again = frozenset(tangents) != entry.pattern or step.symbolic is not entry.program()
         ctx.versions.check(ctx.flat, whole=again)
-        flat, saved, kept = ctx.flat, ctx.saved, ctx.kept
+        flat, saved, unsharded = ctx.flat, ctx.saved, ctx.kept
         if again:
             step, saved, flat = _again(ctx, frozenset(tangents))
-            kept = dict(runtime.unsharded.weights)
+            unsharded = dict(runtime.unsharded.weights)
         if not step.differentiated:  # (no gradient depends on these outputs)
             return (None,) * (6 + len(ctx.names) + len(ctx.loose))
         clear = not keeps_graph()
@@ -160,19 +160,19 @@ class Step(torch.autograd.Function):
             losses = [v for i, v in ctx.numbers.items() if i in tangents]
             runtime.nonfinite.backward(entry, step, ctx.evidence, flat, tangents, losses)
         with runtime.clock.timed("backward"):
-            found = runtime.run_backward(
+            gradients = runtime.run_backward(
                 step,
                 saved,
                 _detached(flat, entry.trace.others),
                 tangents,
-                kept,
+                unsharded,
                 adds=lambda: _adds_to(ctx),
                 clear=clear,
             )
         if clear:
             ctx.saved = ctx.flat = ctx.kept = ctx.versions = None
-        of_params = [found.get((InputRole.PARAMETER, n)) for n in ctx.names]
-        of_inputs = [found.get((entry.trace.inputs[i].role, entry.trace.inputs[i].name)) for i in ctx.loose]
+        of_params = [gradients.get((InputRole.PARAMETER, n)) for n in ctx.names]
+        of_inputs = [gradients.get((entry.trace.inputs[i].role, entry.trace.inputs[i].name)) for i in ctx.loose]
         return (None,) * 6 + (*of_params, *of_inputs)
 
 
@@ -232,11 +232,11 @@ def _detached(flat: Sequence[Any], others: Collection[int]) -> list[Any]:
     """Return the flat inputs with those at `others` (the inputs that are not parameters) detached; a program takes
     parameters from the shards.
     """
-    found = list(flat)
+    leaves = list(flat)
     for at in others:
-        if isinstance(found[at], torch.Tensor) and found[at].requires_grad:
-            found[at] = found[at].detach()
-    return found
+        if isinstance(leaves[at], torch.Tensor) and leaves[at].requires_grad:
+            leaves[at] = leaves[at].detach()
+    return leaves
 
 
 def _is_number(value: Any) -> bool:

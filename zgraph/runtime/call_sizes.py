@@ -115,13 +115,13 @@ class CallSizes:
         keys = {form: self._at(*form, "meta").key for form in forms}
         if len(set(keys.values())) == 1:
             return []
-        found: dict[str, CallSizes] = {}
+        calls: dict[str, CallSizes] = {}
         for form, key in keys.items():
-            found.setdefault(key, self if key == self.key else self._at(*form))
-        for key, one in found.items():
+            calls.setdefault(key, self if key == self.key else self._at(*form))
+        for key, one in calls.items():
             served = {shapes for (shapes, _), its in keys.items() if its == key}
             one._before, one._alike, one.apart = self._before, len(served) == 1, True
-        return list(found.values())
+        return list(calls.values())
 
     def _at(self, shapes: Shapes, values: tuple[Value, ...], device: str | None = None) -> CallSizes:
         """Return a stand-in for a call of these shapes and constants."""

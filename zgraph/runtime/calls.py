@@ -106,29 +106,29 @@ class Calls:
     def _entry(self, call: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Entry]:
         rank = self.rank
         sizes = self._sizes.of(call)
-        found = self._find(sizes, args, kwargs)
+        match = self._find(sizes, args, kwargs)
         changed = rank.changed_here()
-        if not found.new and rank.needed_votes.passes_forward(found.key, learns=sizes.learn, changed=changed):
-            return self._called(found.key)
+        if not match.new and rank.needed_votes.passes_forward(match.key, learns=sizes.learn, changed=changed):
+            return self._called(match.key)
         if sizes.learn:
             verdict = rank.votes.call(
-                shared(call.outline), shared(call.text()), shared(found.key), new=found.new, worst=changed
+                shared(call.outline), shared(call.text()), shared(match.key), new=match.new, worst=changed
             )
             rank.settle_changes(verdict.worst)
             if not verdict.flag:
-                rank.needed_votes.did_forward(found.key)
-                return self._called(found.key)
+                rank.needed_votes.did_forward(match.key)
+                return self._called(match.key)
             calls = rank.everyone.gather("the shapes of a call", (call.shapes, call.values, call.numbers))
             sizes.take_in(calls)
             if others := sizes.others(calls):
                 return self._entry_beside(sizes, others)
-            found = self._find_together(sizes, args, kwargs)
-        verdict = rank.everyone.vote(INPUTS, found.ballot, worst=0 if sizes.learn else changed)
+            match = self._find_together(sizes, args, kwargs)
+        verdict = rank.everyone.vote(INPUTS, match.ballot, worst=0 if sizes.learn else changed)
         rank.settle_changes(verdict.worst)
-        if found.new:
-            found = self._add(found, sizes, args, kwargs)
-        rank.needed_votes.did_forward(found.key)
-        return self._called(found.key)
+        if match.new:
+            match = self._add(match, sizes, args, kwargs)
+        rank.needed_votes.did_forward(match.key)
+        return self._called(match.key)
 
     def agree_on_step(self, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
         """Let ranks vote once on the forwards of these calls, the micro-batches of a step. If one of them has no
@@ -143,11 +143,11 @@ class Calls:
         rank.shards.fetch()
         signatures = self._signatures(calls, own)
         sizes = [self._sizes.of(call) for call in signatures]
-        found: dict[str, _Found] = {}
+        matches: dict[str, _Found] = {}
         for one, (args, kwargs) in zip(sizes, calls, strict=True):
-            if one.key not in found:
-                found[one.key] = self._find(one, args, kwargs)
-        programs = [found[one.key] for one in sizes]
+            if one.key not in matches:
+                matches[one.key] = self._find(one, args, kwargs)
+        programs = [matches[one.key] for one in sizes]
         new = any(program.new for program in programs)
         ballot = " | ".join(program.ballot for program in programs)
         changed = rank.changed_here(again=True)
@@ -175,9 +175,9 @@ class Calls:
         keys: list[str] = []
         for sizes in calls:
             args, kwargs = sizes.call.call
-            found = self._find_together(sizes, args, kwargs)
-            self.rank.everyone.vote(INPUTS, found.ballot)
-            keys.append((self._add(found, sizes, args, kwargs) if found.new else found).key)
+            match = self._find_together(sizes, args, kwargs)
+            self.rank.everyone.vote(INPUTS, match.ballot)
+            keys.append((self._add(match, sizes, args, kwargs) if match.new else match).key)
         pair_programs([self.rank.entries[key] for key in keys])
         self.rank.needed_votes.did_forward(" beside ".join(keys))
         return self._called(keys[calls.index(own)], *keys)
@@ -201,9 +201,9 @@ class Calls:
 
     def _find_together(self, sizes: CallSizes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Found:
         """Return the program for a call, skipping those that refuse any rank's sizes."""
-        found = self._find(sizes, args, kwargs)
-        least = self.rank.everyone.most("programs that refuse sizes", found.number if found.refused is not None else 0)
-        return self._find(sizes, args, kwargs, least) if least > found.number else found
+        match = self._find(sizes, args, kwargs)
+        least = self.rank.everyone.most("programs that refuse sizes", match.number if match.refused is not None else 0)
+        return self._find(sizes, args, kwargs, least) if least > match.number else match
 
     def _find(self, sizes: CallSizes, args: tuple[Any, ...], kwargs: dict[str, Any], least: int = 0) -> _Found:
         """Return the program for a call. The same inputs may have several: one per state of the Python attributes, and
@@ -225,8 +225,8 @@ class Calls:
         return _Found(self._new_key(sizes), True, len(states), before, refused)
 
     def _new_key(self, sizes: CallSizes) -> str:
-        made = self._made.get(sizes.key, 0)
-        return f"{sizes.key}{_STATE}{made}" if made else sizes.key
+        count = self._made.get(sizes.key, 0)
+        return f"{sizes.key}{_STATE}{count}" if count else sizes.key
 
     def run(self, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the program with this key and return the model's result."""

@@ -44,10 +44,10 @@ def compilers_of(views: Sequence[View | None]) -> list[int]:
     """Return the ranks that compile: the first of those with the same folder and key, if none of them has found the
     step cached.
     """
-    found = {view[:2] for view in views if view is not None and view[2]}
+    cached = {view[:2] for view in views if view is not None and view[2]}
     first: dict[tuple[str, str], int] = {}
     for at, view in enumerate(views):
-        if view is not None and view[0] and view[:2] not in found:
+        if view is not None and view[0] and view[:2] not in cached:
             first.setdefault(view[:2], at)
     return sorted(first.values())
 

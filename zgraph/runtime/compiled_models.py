@@ -40,6 +40,6 @@ def free_dropped_models() -> None:
     A compiled model and its run time refer to each other, so only Python's collector frees them: left to itself it
     may run long after the next model has been compiled, and the two would be held at once.
     """
-    held = sum(p.nbytes for m in list(_compiled.values()) for p in map(local_of, m.parameters()) if not p.is_meta)
-    if held >= _WORTH_COLLECTING:
+    live_bytes = sum(p.nbytes for m in list(_compiled.values()) for p in map(local_of, m.parameters()) if not p.is_meta)
+    if live_bytes >= _WORTH_COLLECTING:
         gc.collect()

@@ -27,14 +27,14 @@ class DelayedReadback:
 
     def copy(self) -> DelayedReadback:
         """Return a copy that goes on independently."""
-        made = DelayedReadback(self.device)
-        made.skipped, made.scale, made.exhausted = self.skipped, self.scale, self.exhausted
-        made.nonfinite = self.nonfinite
+        copied = DelayedReadback(self.device)
+        copied.skipped, copied.scale, copied.exhausted = self.skipped, self.scale, self.exhausted
+        copied.nonfinite = self.nonfinite
         if self._event is not None:
             self._event.synchronize()
-        made._held.copy_(self._held)
-        made._started = self._started
-        return made
+        copied._held.copy_(self._held)
+        copied._started = self._started
+        return copied
 
     def start(self, values: Mapping[str, torch.Tensor]) -> None:
         """Start copying those of `KEYS` that are in `values` to the host; the device does so when it gets there."""

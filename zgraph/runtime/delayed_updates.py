@@ -67,15 +67,15 @@ class DelayedUpdates:
 
     def publish(self) -> list[str]:
         """Copy the last update's weights into the model, and return the names of those written."""
-        found = []
+        written = []
         for name in self._made():
             ahead, mine = self.states[f"{name}/{AHEAD}"], self.shards.local(name)
             if self.shards.version(name) != self._versions.get(name):
                 ahead.copy_(mine)
             elif self._new:
                 mine.copy_(ahead)
-                found.append(name)
-        return found
+                written.append(name)
+        return written
 
     def published(self) -> None:
         """Note that the weights equal their copies, and that their writes are counted."""

@@ -192,7 +192,7 @@ class NonFinite:
         for micro_batch, run in enumerate(taken.runs if taken is not None else ()):
             mine = self._examine(run)
             ranks = self.runtime.agreement.gather("where values are not finite", mine)
-            places = [(found.order, rank) for rank, found in enumerate(ranks) if found is not None]
+            places = [(origin.order, rank) for rank, origin in enumerate(ranks) if origin is not None]
             if places:
                 _, rank = min(places)
                 return _error(number, micro_batch, rank, ranks[rank], [r for _, r in places])
@@ -216,11 +216,11 @@ class NonFinite:
         with restored(forward.random, runtime.device):
             run_node_by_node(trail.program, [self._input(p, flat, run, program) for p in program.inputs], trail.seen)
         trace = run.entry.trace
-        found = trail.first(trace.loss if trace.loss in trace.differentiable else None)
-        if found is None and not all(math.isfinite(float(loss)) for loss in run.losses):
+        first = trail.first(trace.loss if trace.loss in trace.differentiable else None)
+        if first is None and not all(math.isfinite(float(loss)) for loss in run.losses):
             what = "the loss, which was computed outside of the model, of finite outputs"
             return Found(len(program.nodes), "", None, "", "forward", "not finite", what)
-        return found
+        return first
 
     def _input(self, port: Port, flat: Sequence[Any], run: Run, program: Program) -> Any:
         if port.role is InputRole.PARAMETER:
@@ -255,11 +255,11 @@ class NonFinite:
             f"weights, states and random numbers are those of {last.folder}, {lost} step(s) ago: go on there in your data, "
             "or past what this batch has"
         )
-        made = RolledBackError(error.what, where=error.where, why=error.why, hint=hint)
-        made.step, made.micro_batch, made.rank = error.step, error.micro_batch, error.rank
-        made.module, made.node, made.phase = error.module, error.node, error.phase
-        made.tag, made.client_state, made.lost = last.folder.name, client, lost
-        return made
+        rolled_back = RolledBackError(error.what, where=error.where, why=error.why, hint=hint)
+        rolled_back.step, rolled_back.micro_batch, rolled_back.rank = error.step, error.micro_batch, error.rank
+        rolled_back.module, rolled_back.node, rolled_back.phase = error.module, error.node, error.phase
+        rolled_back.tag, rolled_back.client_state, rolled_back.lost = last.folder.name, client, lost
+        return rolled_back
 
 
 def _number(loss: torch.Tensor) -> torch.Tensor:
@@ -316,14 +316,14 @@ class Trail:
         ends = [n for p, n in self.program.output_items() if p.role is OutputRole.GRADIENT]
         ends += [self._outputs[loss]] if loss in self._outputs else []
         bad = [n for n in ends if n in self.marks]
-        found = self._beginnings(bad, meant=False) or self._beginnings(bad, meant=True)
-        if not found:
+        origins = self._beginnings(bad, meant=False) or self._beginnings(bad, meant=True)
+        if not origins:
             outputs = [n for n in self._outputs.values() if n in self.marks]
-            found = self._beginnings(outputs, meant=False)
-        if not found:
+            origins = self._beginnings(outputs, meant=False)
+        if not origins:
             return None
         at = {node: i for i, node in enumerate(self.program.graph.nodes)}
-        node = min(found, key=lambda n: at[n])
+        node = min(origins, key=lambda n: at[n])
         return self._told(node, at[node])
 
     def _beginnings(self, ends: Sequence[fx.Node], *, meant: bool) -> list[fx.Node]:
@@ -331,15 +331,15 @@ class Trail:
         as finite unless `meant`.
         """
         stack = [n for n in ends if meant or not self._meant[n]]
-        known, found = set(stack), []
+        known, origins = set(stack), []
         while stack:
             node = stack.pop()
             before = [n for n in self._before(node) if n in self.marks and (meant or not self._meant[n])]
             if not before:
-                found.append(node)
+                origins.append(node)
             stack += [n for n in before if n not in known]
             known.update(before)
-        return found
+        return origins
 
     def _before(self, node: fx.Node) -> list[fx.Node]:
         """Return the nodes that a value is computed from; for a tangent, the output that it belongs to."""

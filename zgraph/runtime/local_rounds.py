@@ -100,7 +100,7 @@ class LocalRounds:
 
     def _of(self, param: str) -> dict[str, torch.Tensor]:
         rule, states = RULES[self.states.members[param].record.name], self.states.tensors
-        kept = {f"{param}/{key}": states[f"{param}/{key}"] for key in rule.local}
+        tensors = {f"{param}/{key}": states[f"{param}/{key}"] for key in rule.local}
         if f"{param}/{MASTER}" in states:
-            kept[f"{param}/{MASTER}"] = states[f"{param}/{MASTER}"]
-        return {f"{param}/{_PARAMETER}": self.shards.local(param), **kept}
+            tensors[f"{param}/{MASTER}"] = states[f"{param}/{MASTER}"]
+        return {f"{param}/{_PARAMETER}": self.shards.local(param), **tensors}

@@ -80,6 +80,6 @@ def room_of(device: torch.device) -> DeviceMemory:
     """Return the bytes of a device that are in use, and that are free."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        held, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-        return DeviceMemory(held, free + reserved - held)
+        allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+        return DeviceMemory(allocated, free + reserved - allocated)
     return DeviceMemory(allocations.live() if allocations.counting() else None, host_free())

@@ -81,10 +81,10 @@ def _explanation(
     room = room_of(runtime.device)
     node = failing_node(error, running) if isinstance(running, Executable) else None
     program = running.program if isinstance(running, Executable) else running
-    held = f"{shown_bytes(room.held)} are held" if room.held is not None else "what is held is not counted"
+    held_text = f"{shown_bytes(room.held)} are held" if room.held is not None else "what is held is not counted"
     why = [
         f"the allocator: {str(error).strip().splitlines()[0]}",
-        f"in this process {held}, {shown_bytes(room.free)} are left on {runtime.device}",
+        f"in this process {held_text}, {shown_bytes(room.free)} are left on {runtime.device}",
     ]
     there = lives(program, runtime.costs.fused)
     if node is not None:

@@ -133,10 +133,10 @@ class PaddedCalls:
     # -- in -----------------------------------------------------------------------------------------------------------
     def padded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Padded:
         """Return the padded call as `agreed` does, for a call that will run: count its padding."""
-        found = self.agreed(args, kwargs)
+        padded_call = self.agreed(args, kwargs)
         self._warn_of_missing(args, kwargs)
-        self._count(args, kwargs, found.call, found.lengths)
-        return found
+        self._count(args, kwargs, padded_call.call, padded_call.lengths)
+        return padded_call
 
     def agreed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Padded:
         """Return a call padded to the buckets that all ranks take. All ranks must call it. Raises `SignatureError`, on
@@ -165,9 +165,9 @@ class PaddedCalls:
                     hint=SAME_ROWS,
                 )
         lengths = {name: max(self._bucket(view.get(name, 0)) for _, view in views) for name in real}
-        found = self._with(args, kwargs, lengths)
-        made = _addresses(found) - _addresses((args, kwargs)) - {0}
-        return Padded(found, real, lengths, made)
+        call = self._with(args, kwargs, lengths)
+        new_addresses = _addresses(call) - _addresses((args, kwargs)) - {0}
+        return Padded(call, real, lengths, new_addresses)
 
     def _leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
         """Return the (path, value) of each input of a call, in order."""
@@ -180,7 +180,7 @@ class PaddedCalls:
     def _sizes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, int]:
         """Return the sizes of a call that are padded, by name. Raises `SignatureError` if it can't be padded."""
         leaves = self._leaves(args, kwargs)
-        found: dict[str, tuple[int, str]] = {}
+        lengths: dict[str, tuple[int, str]] = {}
         rows: set[int] = set()
         for path, leaf in leaves:
             pad = self.pads.get(path)
@@ -189,7 +189,7 @@ class PaddedCalls:
             _refuse_unfit(path, pad, leaf)
             rows |= {leaf.shape[0]} if 0 not in pad.dims else set()
             for dim in pad.dims:
-                length, other = found.setdefault(pad.size, (leaf.shape[dim], f"dimension {dim} of {path}"))
+                length, other = lengths.setdefault(pad.size, (leaf.shape[dim], f"dimension {dim} of {path}"))
                 if leaf.shape[dim] != length:
                     raise SignatureError(
                         f"size {pad.size!r} is {length} and {leaf.shape[dim]} in one call",
@@ -198,15 +198,15 @@ class PaddedCalls:
                         hint=f'give one of them another size in shapes.pad: {path} = {{ value = {pad.value}, size = "other" }}',
                     )
                 self._refuse_too_long(length, f"dimension {dim} of {path}")
-        if not found:
+        if not lengths:
             raise SignatureError(
                 f"nothing of this call is padded: it has {', '.join(path for path, _ in leaves) or 'no inputs'}",
                 where="shapes.pad",
                 why=f"shapes.pad names {', '.join(self.pads)}",
                 hint="name the inputs as forward does; as they are shown above",
             )
-        self._refuse_untold(leaves, {length: name for name, (length, _) in found.items()}, rows)
-        return {name: length for name, (length, _) in found.items()}
+        self._refuse_untold(leaves, {length: name for name, (length, _) in lengths.items()}, rows)
+        return {name: length for name, (length, _) in lengths.items()}
 
     def _refuse_too_long(self, length: int, where: str) -> None:
         if length > self.buckets[-1]:
@@ -241,11 +241,11 @@ class PaddedCalls:
         """Return a call with its inputs padded to these sizes."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         pads = [self.pads.get(path) for path, _ in self._leaves(args, kwargs)]
-        made = [
+        padded_leaves = [
             _longer(x, pad, lengths[pad.size]) if pad is not None and x is not None else x
             for x, pad in zip(leaves, pads, strict=True)
         ]
-        return pytree.tree_unflatten(made, spec)  # type: ignore[return-value]
+        return pytree.tree_unflatten(padded_leaves, spec)  # type: ignore[return-value]
 
     def _warn_of_missing(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Warn once of inputs that the plan pads and the first call does not have: one may be what masks the
@@ -290,14 +290,14 @@ class PaddedCalls:
         )
         known = self._seen.setdefault((signed(self.rank.module, args, kwargs).form, rest), [])
         here = _Seen(lengths, shapes)
-        found: dict[int, dict[int, str]] = {}
+        sizes_by_output: dict[int, dict[int, str]] = {}
         for name in lengths:
             other = next((seen for seen in known if _differs_in(seen, here) == {name}), None)
             other = other or self._at_another(call, name, here, capture)
             for at, dim in _followers(here, other, name):
-                found.setdefault(at, {})[dim] = name
+                sizes_by_output.setdefault(at, {})[dim] = name
         known.append(here)
-        return found
+        return sizes_by_output
 
     def _numbered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[int, Pad]]:
         for number, (path, leaf) in enumerate(self._leaves(args, kwargs)):
@@ -326,12 +326,13 @@ class PaddedCalls:
             raise _untold(
                 "the model can't be captured at another size", f"at {name} = {other}: {error.what}"
             ) from error
-        found = tuple(tuple(map(int, shape)) if shape is not None else None for shape in shapes)
-        if [s if s is None else len(s) for s in found] != [s if s is None else len(s) for s in here.shapes]:
+        fixed_shapes = tuple(tuple(map(int, shape)) if shape is not None else None for shape in shapes)
+        if [s if s is None else len(s) for s in fixed_shapes] != [s if s is None else len(s) for s in here.shapes]:
             raise _untold(
-                "other outputs come of it at another size", f"{len(here.shapes)} at {length}, {len(found)} at {other}"
+                "other outputs come of it at another size",
+                f"{len(here.shapes)} at {length}, {len(fixed_shapes)} at {other}",
             )
-        return _Seen({**here.lengths, name: other}, found)
+        return _Seen({**here.lengths, name: other}, fixed_shapes)
 
     @contextmanager
     def runs(self, padded: Padded) -> Iterator[None]:
@@ -389,8 +390,8 @@ def _refuse_unfit(path: str, pad: Pad, leaf: Any) -> None:
             where=f"shapes.pad.{path}",
             hint=f"say which: {{ value = {pad.value}, dims = [{max(leaf.dim() - 1, 0)}] }}; dimensions count from 0",
         )
-    held = torch.tensor(pad.value).to(leaf.dtype)
-    if held.item() != pad.value:
+    rounded = torch.tensor(pad.value).to(leaf.dtype)
+    if rounded.item() != pad.value:
         raise SignatureError(
             f"{path} can't be padded with {pad.value}: it holds {str(leaf.dtype).removeprefix('torch.')}",
             where=f"shapes.pad.{path}",

@@ -61,13 +61,13 @@ class Votes:
                     return f"the first node that differs is {longer[min(len(view), len(views[0]))][0]!r}, which only one of ranks 0 and {rank} has"
             return "inputs, outputs or the mesh differ"
 
-        made = self.digests[program.name] = digest(program)
-        if self.expected.get(program.name, made) != made:
+        program_digest = self.digests[program.name] = digest(program)
+        if self.expected.get(program.name, program_digest) != program_digest:
             logger.warning(
                 "program %s is another than that of the run the checkpoint is of, by the same plan: numbers may round otherwise",
                 program.name,
             )
-        ballot = f"{self.plan.hash()} {made}"
+        ballot = f"{self.plan.hash()} {program_digest}"
         self.agreement.vote(f"program {program.name}", ballot, lambda: node_digests(program), compare)
         for voters in (self.agreement, self.everyone):
             voters.relax()  # (compiling comes next)

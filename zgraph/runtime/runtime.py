@@ -146,9 +146,9 @@ class Runtime(Rank):
         """Yield the arguments, padded while the call runs; as they are if the plan pads nothing. All ranks must call
         it.
         """
-        found = self.buckets.padded(args, kwargs) if self.buckets is not None else None
-        with self._padded_by(found):
-            yield found.call if found is not None else (args, kwargs)
+        padded_call = self.buckets.padded(args, kwargs) if self.buckets is not None else None
+        with self._padded_by(padded_call):
+            yield padded_call.call if padded_call is not None else (args, kwargs)
 
     def _padded_by(self, padded: Padded | None) -> contextlib.AbstractContextManager[None]:
         """Return a context in which a padded call runs; an empty one for a call that is not padded."""
@@ -301,9 +301,11 @@ class Runtime(Rank):
         """Return which outputs of a forward share memory with its inputs, parameters and kept weights."""
         program = executable.program
         own = {p.name: self.shards.local(p.name) for p in program.inputs if p.role is InputRole.PARAMETER}
-        kept = [v for p, v in zip(program.outputs, values, strict=True) if p.role is OutputRole.UNSHARDED]
+        unsharded = [v for p, v in zip(program.outputs, values, strict=True) if p.role is OutputRole.UNSHARDED]
         of_user = [None if p.role is InputRole.PARAMETER else v for p, v in zip(entry.trace.inputs, flat, strict=True)]
-        return sharing(program, values, of_user, own, [*self.unsharded.weights.values(), *kept], entry.trace.storages)
+        return sharing(
+            program, values, of_user, own, [*self.unsharded.weights.values(), *unsharded], entry.trace.storages
+        )
 
     def changed_here(self, *, again: bool = False) -> int:
         """Return what `Rank.changed_here` does; 3 if it is too late for the gathers that an update started."""
@@ -411,8 +413,8 @@ class Runtime(Rank):
 
     def remarks(self) -> list[Remark]:
         """Return what passes could not do for the programs made so far, the costliest first."""
-        found = [r for e in self.entries.values() for step in e.programs() for r in step.history().program.remarks]
-        return sorted(found, key=lambda r: -r.seconds)
+        remarks = [r for e in self.entries.values() for step in e.programs() for r in step.history().program.remarks]
+        return sorted(remarks, key=lambda r: -r.seconds)
 
     def timings(self, tokens: int | None, peak_flops: float | None) -> Timings:
         """Return the timings of the last steps (see `zgraph.api.handle.Handle.timings`)."""

@@ -136,11 +136,11 @@ def exposed_waits(events: Sequence[Any], programs: Sequence[Program]) -> dict[st
     """
     waits = sorted((e for e in events if e.name == "_c10d_functional::wait_tensor"), key=lambda e: e.time_range.start)
     nodes: list[fx.Node] = [n for p in programs for n in p.graph.nodes if collectives.is_wait(n)]
-    found = dict.fromkeys(PARTS, 0.0)
+    seconds = dict.fromkeys(PARTS, 0.0)
     for event, node in zip(waits, nodes, strict=False):
         role = info(node.all_input_nodes[0]).role
-        found["gather" if role is Role.GATHER else "reduce"] += event.time_range.elapsed_us() / 1e6
-    return found
+        seconds["gather" if role is Role.GATHER else "reduce"] += event.time_range.elapsed_us() / 1e6
+    return seconds
 
 
 def exposed_on_device(events: Sequence[Any]) -> dict[str, float]:
@@ -156,7 +156,7 @@ def exposed_on_device(events: Sequence[Any]) -> dict[str, float]:
             compute.append(span)
         else:
             spans["gather" if "gather" in name else "reduce"].append(span)
-    return {part: uncovered(found, compute) / 1e6 for part, found in spans.items()}
+    return {part: uncovered(kernels, compute) / 1e6 for part, kernels in spans.items()}
 
 
 def uncovered(spans: Sequence[tuple[float, float]], by: Sequence[tuple[float, float]]) -> float:
@@ -238,5 +238,5 @@ def median_step(clock: Clock) -> dict[str, float]:
         steps = steps[COMPILING:]
     if not steps:
         return {}
-    found = {key: statistics.median(s[key] for s in steps) for key in steps[0]}
-    return found | (clock.sampled or {})
+    medians = {key: statistics.median(s[key] for s in steps) for key in steps[0]}
+    return medians | (clock.sampled or {})

@@ -220,9 +220,9 @@ def target_weights(runtime: Runtime, calls: Sequence[Call], losses: Collection[I
     if runtime.mesh is not None:
         for dim in DATA_DIMS:
             if runtime.sizes.get(dim, 1) > 1:
-                held = total.to(runtime.device)
-                dist.all_reduce(held, group=runtime.mesh.get_group(dim))
-                total = held.cpu()
+                summed = total.to(runtime.device)
+                dist.all_reduce(summed, group=runtime.mesh.get_group(dim))
+                total = summed.cpu()
                 ranks *= runtime.sizes[dim]
     if not total:
         raise StepError("no rank has a single target", where="loss_average", hint=f"targets of {ignored} do not count")
@@ -241,16 +241,16 @@ def count_targets(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *,
     """
     names = inspect.signature(type(module).forward).parameters
     named = dict(zip(list(names)[1:], args, strict=False)) | kwargs
-    found = next((named[n] for n in TARGETS if isinstance(named.get(n), torch.Tensor)), None)
-    if found is None:
+    targets = next((named[n] for n in TARGETS if isinstance(named.get(n), torch.Tensor)), None)
+    if targets is None:
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         whole = [x for x in tensors if not x.is_floating_point() and x.dtype is not torch.bool]
-        found = whole[-1] if len(tensors) > 1 and whole else None
-    if found is None or found.is_floating_point():
+        targets = whole[-1] if len(tensors) > 1 and whole else None
+    if targets is None or targets.is_floating_point():
         return batch_size(args, kwargs) or 1
-    if getattr(module, "loss_type", None) == "ForCausalLM" and found.dim() > 1:
-        found = found[:, 1:]
-    return int((found != ignored).sum())
+    if getattr(module, "loss_type", None) == "ForCausalLM" and targets.dim() > 1:
+        targets = targets[:, 1:]
+    return int((targets != ignored).sum())
 
 
 def for_forward(
@@ -276,15 +276,15 @@ def named(model: HasForward, given: Call) -> dict[str, Any]:
     """Return forward's arguments by its parameters' names, in their order, with `*args` and `**kwargs` expanded."""
     known = _signature(model.forward_function)
     bound = known.bind(model.module, *given[0], **given[1])
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for name, value in list(bound.arguments.items())[1:]:
         if known.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL:
-            found |= {f"{name}[{i}]": v for i, v in enumerate(value)}
+            arguments |= {f"{name}[{i}]": v for i, v in enumerate(value)}
         elif known.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
-            found |= value
+            arguments |= value
         else:
-            found[name] = value
-    return found
+            arguments[name] = value
+    return arguments
 
 
 def loss_of(
@@ -401,10 +401,10 @@ def _mapped(function: Callable[..., Any], values: Sequence[Any]) -> Any:
     if isinstance(first, torch.Tensor):
         return function(*values)
     if dataclasses.is_dataclass(first) and not isinstance(first, type) and not isinstance(first, dict):
-        made = copy.copy(first)
+        mapped = copy.copy(first)
         for field in dataclasses.fields(first):
-            object.__setattr__(made, field.name, _mapped(function, [getattr(v, field.name) for v in values]))
-        return made
+            object.__setattr__(mapped, field.name, _mapped(function, [getattr(v, field.name) for v in values]))
+        return mapped
     leaves, spec = pytree.tree_flatten(first)
     if len(leaves) == 1 and leaves[0] is first:
         if any(isinstance(v, torch.Tensor) for v in getattr(first, "__dict__", {}).values()):  # a plain object

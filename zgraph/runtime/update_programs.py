@@ -109,5 +109,5 @@ class UpdatePrograms:
         rank = self.rank
         if rank.plan.backend != "inductor":
             return lambda part: checked(compile_eager(part, rank.groups), rank.groups)
-        kept = rank.keeper.code(name) if rank.keeper is not None else None
-        return lambda part: checked(compile_chunk(part, rank.groups, kept), rank.groups)
+        code_cache = rank.keeper.code(name) if rank.keeper is not None else None
+        return lambda part: checked(compile_chunk(part, rank.groups, code_cache), rank.groups)

@@ -50,18 +50,18 @@ class Updater:
 
     def __init__(self, runtime: Rank) -> None:
         self.runtime = runtime
-        self.held = held = runtime.held
+        self.held = owned = runtime.held
         plan = runtime.plan
         self.scaling = plan.loss_scale()
         specs = runtime.shards.specs
         everywhere = members_of(runtime.module, specs, plan.optimizer) if plan.optimizer is not None else []
-        members = [m for m in everywhere if held is None or m.name in held.own]
-        self.options = update_options(plan, members, specs, held=held)  # (until `offload` changes them)
+        members = [m for m in everywhere if owned is None or m.name in owned.own]
+        self.options = update_options(plan, members, specs, held=owned)  # (until `offload` changes them)
         self.optimizer: PlanOptimizer | None = None
         self.rates: LearningRates | None = None
         if plan.optimizer is not None:
             runtime.shards.keep_wide_gradients()
-            own = None if held is None else held.own
+            own = None if owned is None else owned.own
             self.optimizer = PlanOptimizer(everywhere, runtime.shards.params(), self, own)
             self.rates = LearningRates(plan, self.optimizer)
         wanted = [w for w in scalar_names(everywhere, self.options) if w[0] >= 0]
@@ -154,10 +154,10 @@ class Updater:
         self.optimizer.look_up(self.runtime.shards.params())
         if self.optimizer.state.changed:
             self.wait()
-        found = self.states.read_back()
-        if found:
+        changes = self.states.read_back()
+        if changes:
             self.programs.forget_last()
-        return found
+        return changes
 
     def _changes(self) -> dict[str, str]:
         """Return what `_read_back` returns. Raises `StepError` if a user has written to counts of updates."""
@@ -441,14 +441,14 @@ class Updater:
     # -- for people who log -------------------------------------------------------------------------------------------
     def grad_norms(self) -> dict[str, torch.Tensor]:
         """Return the 2-norm of each gradient over all ranks: 0-dim float32 tensors by parameter name."""
-        found = {}
+        norms = {}
         for name, param in self.runtime.shards.params().items():
             if param.grad is None:
                 continue
             grad = self.runtime.whole_gradient(name, param.grad)
             norm = torch.linalg.vector_norm(grad.detach(), dtype=torch.float32)
-            found[name] = (norm.full_tensor() if isinstance(norm, DTensor) else norm) * self._factor()
-        return found
+            norms[name] = (norm.full_tensor() if isinstance(norm, DTensor) else norm) * self._factor()
+        return norms
 
     def _factor(self) -> float:
         """Return what the update program will multiply gradients by, so that whoever looks at them before sees their

@@ -40,11 +40,11 @@ def blockwise(rule: Rule) -> Rule:
             return wide
         cut = _cuts_blocks(shape, whole, record.block_size)
         width = row if cut else math.prod(shape[1:])
-        found: dict[str, State] = {}
+        states_by_name: dict[str, State] = {}
         for name in wide:
-            found[name] = State(shape, torch.uint8, dynamic_map(name in SIGNED).index(0.0))
-            found[_scale(name)] = State((shape[0], _blocks_in(width, record.block_size)), of_rows=cut)
-        return found
+            states_by_name[name] = State(shape, torch.uint8, dynamic_map(name in SIGNED).index(0.0))
+            states_by_name[_scale(name)] = State((shape[0], _blocks_in(width, record.block_size)), of_rows=cut)
+        return states_by_name
 
     def update(
         record: Any, p: Tensor, g: Tensor, old: Mapping[str, Tensor], s: Mapping[str, Tensor], step: Tensor, part: Part

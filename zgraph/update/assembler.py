@@ -107,9 +107,9 @@ class Assembler:
         return self._inline(self._template(function, inputs, key), inputs, None)
 
     def total(self, function: Callable[..., tuple[Tensor, ...]], inputs: list[fx.Node]) -> list[fx.Node]:
-        made = self.together(function, inputs)
-        self._known.update(dict.fromkeys(made))
-        return made
+        totals = self.together(function, inputs)
+        self._known.update(dict.fromkeys(totals))
+        return totals
 
     def together(self, function: Callable[..., tuple[Tensor, ...]], inputs: list[fx.Node]) -> list[fx.Node]:
         """Insert a function of tensors of several parameters."""
@@ -126,10 +126,10 @@ class Assembler:
         order = sorted(range(len(stride)), key=lambda d: (-stride[d], d))
         here = NodeInfo(Phase.UPDATE, Role.LAYOUT, made_by="update")
         there = here.replace(role=Role.REDUCE, mesh_dim=group, stream=f"comm:{group}")
-        made = [x]
+        chain = [x]
 
         def call(target: Any, args: tuple[Any, ...], record: NodeInfo, what: str) -> None:
-            made.append(program.call(target, (made[-1], *args), record, name=f"{what}_{label}"))
+            chain.append(program.call(target, (chain[-1], *args), record, name=f"{what}_{label}"))
 
         with program.graph.inserting_before(program.output_node()):
             if order != sorted(order):  # (a collective needs contiguous rows)
@@ -138,8 +138,8 @@ class Assembler:
             call(collectives.WAIT, (), there.replace(role=Role.WAIT, stream="compute"), "sum")
             if order != sorted(order):
                 call(aten.permute.default, ([order.index(d) for d in range(len(order))],), here, "unpacked")
-        mark_transfers(made[1:])
-        return made[-1]
+        mark_transfers(chain[1:])
+        return chain[-1]
 
     def of(
         self, name: str, function: Callable[..., tuple[Tensor, ...]], inputs: list[fx.Node], key: tuple[Any, ...]
@@ -197,30 +197,30 @@ class Assembler:
             key = repr((node.op, str(node.target) if constant is None else constant, args))
             if key in self._shared:
                 return self._shared[key]
-        made = self.program.graph.node_copy(node, lambda n: memo[n])
-        made.meta = {"val": node.meta.get("val")}
+        new_node = self.program.graph.node_copy(node, lambda n: memo[n])
+        new_node.meta = {"val": node.meta.get("val")}
         if node.op == "get_attr":
-            held = getattr(template, str(node.target))
+            stored = getattr(template, str(node.target))
             name = f"constant_{len(self._constants)}"
             self._constants[key] = name
-            setattr(self.program.module, name, held)
-            made.target = name
-            if made.meta["val"] is None:
-                made.meta["val"] = self.program.fake_mode.from_tensor(held)
+            setattr(self.program.module, name, stored)
+            new_node.target = name
+            if new_node.meta["val"] is None:
+                new_node.meta["val"] = self.program.fake_mode.from_tensor(stored)
         record = NodeInfo(Phase.UPDATE, param=None if key is not None else param, made_by="update")
-        if collectives.is_start(made):
-            gathers = made.target is collectives.ALL_GATHER
-            dim = collectives.group_of(made)
+        if collectives.is_start(new_node):
+            gathers = new_node.target is collectives.ALL_GATHER
+            dim = collectives.group_of(new_node)
             role = Role.GATHER if gathers else Role.REDUCE
-            record = record.replace(role=role, mesh_dim=dim, stream=f"comm:{dim}", transfer=made.name)
-        elif collectives.is_wait(made):
-            start = info(made.all_input_nodes[0])
+            record = record.replace(role=role, mesh_dim=dim, stream=f"comm:{dim}", transfer=new_node.name)
+        elif collectives.is_wait(new_node):
+            start = info(new_node.all_input_nodes[0])
             record = record.replace(role=Role.WAIT, mesh_dim=start.mesh_dim, transfer=start.transfer)
-        set_info(made, record)
+        set_info(new_node, record)
         if key is not None:
-            self._shared[key] = made
-            self._known[made] = None
-        return made
+            self._shared[key] = new_node
+            self._known[new_node] = None
+        return new_node
 
     def finish(self, results: list[tuple[Port, fx.Node]]) -> Program:
         """Return the program with these outputs, without nodes and inputs that nothing needs."""

@@ -75,20 +75,20 @@ class UpdateOptions:
 
 def states_of(member: Member, spec: ParamSpec, options: UpdateOptions) -> dict[str, State]:
     """Return the states of one parameter on this rank, padding rows included, the fp32 master weight first."""
-    held: dict[str, State] = {}
+    by_name: dict[str, State] = {}
     wide = _wide(spec)
     if spec.dtype in (torch.float16, torch.bfloat16):
-        held[MASTER] = State(spec.shard_shape)
+        by_name[MASTER] = State(spec.shard_shape)
     rule = RULES[member.record.name]
     for name, state in rule.states(member.record, spec.shard_shape, wide, spec.whole_shape).items():
         low = state.dtype is torch.float32 and len(state.shape) == len(spec.shape)
         low = low and not (state.of_rows or state.weight)
-        held[name] = replace(state, dtype=options.state_dtype) if low else state
+        by_name[name] = replace(state, dtype=options.state_dtype) if low else state
     if options.ema is not None:
-        held[EMA] = State(spec.shard_shape, wide)
+        by_name[EMA] = State(spec.shard_shape, wide)
     if member.name in options.late():
-        held[AHEAD] = State(spec.shard_shape, spec.dtype)
-    return held
+        by_name[AHEAD] = State(spec.shard_shape, spec.dtype)
+    return by_name
 
 
 def _wide(spec: ParamSpec) -> torch.dtype:
@@ -127,15 +127,15 @@ def scalar_names(members: Sequence[Member], options: UpdateOptions) -> list[tupl
     (-1, "factor") is the number that gradients are multiplied by, (-1, "loss") this rank's loss, or any number that is
     finite if the loss is.
     """
-    found: dict[tuple[int, str], None] = {}
+    wanted: dict[tuple[int, str], None] = {}
     for member in members:
         if member.record is not None:
-            found.update(dict.fromkeys((member.group, s) for s in RULES[member.record.name].scalars))
+            wanted.update(dict.fromkeys((member.group, s) for s in RULES[member.record.name].scalars))
     if options.factor:
-        found[-1, "factor"] = None
+        wanted[-1, "factor"] = None
     if options.nonfinite:
-        found[-1, "loss"] = None
-    return list(found)
+        wanted[-1, "loss"] = None
+    return list(wanted)
 
 
 class _Sharded:
@@ -352,16 +352,16 @@ class _Builder:
             if mean is None:
                 return (how.moved(record, given[0], states, numbers),)
             param, after = how.settled(record, given[0], given[-1].to(wide), states, numbers)
-            kept = [
+            new_states = [
                 after[k].to(d) if after[k] is not states[k] else v
                 for k, d, v in zip(keys, low, given[1:], strict=False)
             ]
-            return (param.to(dtype), *kept, *([param] if weight else []))
+            return (param.to(dtype), *new_states, *([param] if weight else []))
 
         given = [new[weight], *(new[k] for k in keys), *scalars, *([mean] if mean is not None else [])]
         key = ("settled" if mean is not None else "moved", how, record, tuple(keys), weight, wide)
-        made = self.assembler.of(member.name, one, given, key=key)
-        return dict(zip(["", *keys, *([weight] if weight else [])], made, strict=False))
+        nodes = self.assembler.of(member.name, one, given, key=key)
+        return dict(zip(["", *keys, *([weight] if weight else [])], nodes, strict=False))
 
     def _inputs(self, members: Sequence[Member], updated: Sequence[Member]) -> _Inputs:
         """Add the program's inputs, in their order."""
@@ -599,10 +599,10 @@ class _Builder:
             if math.isinf(p):
                 # A collective's max of NaN and a number may be the number, so NaN becomes infinity here.
                 safe = [torch.where(v.isnan(), math.inf, v) for v in values]
-                found = [combined(v, "max", d) for d, v in zip(over, safe, strict=True)]
-                return (self._over_stages(torch.stack(found or [self._zero()]).max(), "max").to(dtype),)
-            found = [combined(v**p, "sum", d) for d, v in zip(over, values, strict=True)]
-            total = self._over_stages(torch.stack(found or [self._zero()]).sum(), "sum")
+                terms = [combined(v, "max", d) for d, v in zip(over, safe, strict=True)]
+                return (self._over_stages(torch.stack(terms or [self._zero()]).max(), "max").to(dtype),)
+            terms = [combined(v**p, "sum", d) for d, v in zip(over, values, strict=True)]
+            total = self._over_stages(torch.stack(terms or [self._zero()]).sum(), "sum")
             return ((total.sqrt() if p == 2 else total ** (1 / p)).to(dtype),)
 
         return self.assembler.total(together, list(norms.values()))[0]

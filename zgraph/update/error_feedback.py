@@ -33,14 +33,14 @@ class ErrorFeedback:
 
         def found(name: str) -> torch.Tensor:
             shape = tensor(program.input_nodes(InputRole.RESIDUAL)[name]).shape
-            held = self.tensors.get(name)
-            if held is None or held.shape != shape:
-                if held is not None:
+            residual = self.tensors.get(name)
+            if residual is None or residual.shape != shape:
+                if residual is not None:
                     logger.warning(
-                        "the residual %s had %d elements, and has %d: it begins at zero", name, *held.shape, *shape
+                        "the residual %s had %d elements, and has %d: it begins at zero", name, *residual.shape, *shape
                     )
-                self.tensors[name] = held = torch.zeros(shape, dtype=torch.float32, device=self.device)
-            return held
+                self.tensors[name] = residual = torch.zeros(shape, dtype=torch.float32, device=self.device)
+            return residual
 
         return found
 

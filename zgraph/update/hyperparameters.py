@@ -57,8 +57,8 @@ def compare_tied(changes: Sequence[Mapping[str, str]]) -> str | None:
     `changes` are, for each rank, what was changed of each parameter that it holds, "" for nothing.
     """
     first: dict[str, tuple[int, str]] = {}
-    for rank, held in enumerate(changes):
-        for name, what in held.items():
+    for rank, changed in enumerate(changes):
+        for name, what in changed.items():
             begin, base = first.setdefault(name, (rank, what))
             if what != base:
                 said = [f"{w or 'nothing changed'} on rank {r}" for r, w in ((begin, base), (rank, what))]

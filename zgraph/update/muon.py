@@ -23,8 +23,8 @@ def _states(record: Any, shape: tuple[int, ...], dtype: torch.dtype, whole: tupl
 def _update(
     record: Any, p: Tensor, g: Tensor, old: Mapping[str, Tensor], s: Mapping[str, Tensor], step: Tensor, part: Part
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    held = torch.lerp(old["momentum_buffer"], g, (1 - s["momentum"]).to(g.dtype))
-    update = torch.lerp(g, held, s["momentum"].to(g.dtype)) if record.nesterov else held
+    momentum = torch.lerp(old["momentum_buffer"], g, (1 - s["momentum"]).to(g.dtype))
+    update = torch.lerp(g, momentum, s["momentum"].to(g.dtype)) if record.nesterov else momentum
     update = part.own(orthogonal(part.whole(update), record.ns_coefficients, record.ns_steps, record.eps))
     rows, columns = part.shape
     if record.adjust_lr_fn == "match_rms_adamw":
@@ -33,7 +33,7 @@ def _update(
         ratio = math.sqrt(max(1, rows / columns))
     if record.weight_decay:
         p = p * (1 - s["lr"] * s["weight_decay"]).to(p.dtype)
-    return torch.addcmul(p, update.to(p.dtype), (-(s["lr"] * ratio)).to(p.dtype)), {"momentum_buffer": held}
+    return torch.addcmul(p, update.to(p.dtype), (-(s["lr"] * ratio)).to(p.dtype)), {"momentum_buffer": momentum}
 
 
 def orthogonal(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:

@@ -82,8 +82,8 @@ class PlanOptimizer(torch.optim.Optimizer):
         for number, record in self._records.items():
             names = [m.name for m in members if m.group == number]
             values = {k: v for k, v in record.model_dump().items() if k not in ("name", "groups", "decay", "companion")}
-            held = [params[n] for n in names if own is None or n in own]
-            groups.append({"params": held, "names": names, **values})
+            group_params = [params[n] for n in names if own is None or n in own]
+            groups.append({"params": group_params, "names": names, **values})
             inputs = {path.partition(".")[0] for path in RULES[record.name].scalars}
             self._fixed[number] = {
                 k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k not in inputs
@@ -103,10 +103,10 @@ class PlanOptimizer(torch.optim.Optimizer):
     @state.setter
     def state(self, value: Any) -> None:
         if self._complete:  # (torch's own constructor sets an empty one)
-            given = {param: dict(kept) for param, kept in value.items()}
+            given = {param: dict(states) for param, states in value.items()}
             self.state.clear()
-            for param, kept in given.items():
-                self.state[param].update(kept)
+            for param, states in given.items():
+                self.state[param].update(states)
 
     def _updater(self) -> Updates:
         if self._newer is not None:
@@ -149,14 +149,14 @@ class PlanOptimizer(torch.optim.Optimizer):
 
         Raises `StepError` where someone else has changed which parameters are in a group.
         """
-        for number, (group, held) in enumerate(zip(self._groups(), self._held, strict=True)):
+        for number, (group, before) in enumerate(zip(self._groups(), self._held, strict=True)):
             now = group.get("params", ())
-            if len(now) != len(held) or not all(map(operator.is_, now, held)):
-                raise _moved(f"group {number} has {len(now)} parameters now, and not the {len(held)} of the plan")
+            if len(now) != len(before) or not all(map(operator.is_, now, before)):
+                raise _moved(f"group {number} has {len(now)} parameters now, and not the {len(before)} of the plan")
             names = self._names[number]
-            if not all(map(operator.is_, held, map(params.__getitem__, names))):
+            if not all(map(operator.is_, before, map(params.__getitem__, names))):
                 fresh = [params[n] for n in names]
-                for old, new in zip(held, fresh, strict=True):
+                for old, new in zip(before, fresh, strict=True):
                     if old is not new:
                         self._shown.show_again(old, new)
                 group["params"], self._held[number] = fresh, list(fresh)
@@ -186,11 +186,11 @@ class PlanOptimizer(torch.optim.Optimizer):
         """
         self._updater().wait()
         self._updater().make_states()
-        found = super().state_dict()
-        for key, kept in found["state"].items():
-            if isinstance(kept, OfParam):
-                found["state"][key] = {k: v.clone() if k == "step" else v for k, v in kept.items()}
-        return found
+        saved = super().state_dict()
+        for key, states in saved["state"].items():
+            if isinstance(states, OfParam):
+                saved["state"][key] = {k: v.clone() if k == "step" else v for k, v in states.items()}
+        return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load states, counts of updates and the groups' numbers; a schedule goes on from the count.
@@ -283,7 +283,7 @@ class PlanOptimizer(torch.optim.Optimizer):
                         why="the update program was made for it: only numbers of its inputs can be changed",
                         hint="model.zgraph.recompile(plan) with another plan",
                     )
-        found: list[float] = []
+        values: list[float] = []
         for number, path in wanted:
             key, _, at = path.partition(".")
             group, record = groups[number], self._records[number]
@@ -296,8 +296,8 @@ class PlanOptimizer(torch.optim.Optimizer):
                     why="the update program has no operation for it",
                     hint="give the plan a value other than 0, and change it at run time as you like",
                 )
-            found.append(float(now))
-        return found
+            values.append(float(now))
+        return values
 
 
 def _moved(why: str) -> StepError:

@@ -79,10 +79,10 @@ def _sgd(
     g = _followed(record, p, g, s)
     new: dict[str, Tensor] = {}
     if record.momentum:
-        held = torch.addcmul(old["momentum_buffer"] * _as(s["momentum"], g), g, _as(1 - s["dampening"], g))
+        momentum = torch.addcmul(old["momentum_buffer"] * _as(s["momentum"], g), g, _as(1 - s["dampening"], g))
         # torch's buffer begins as the first gradient, without dampening.
-        held = new["momentum_buffer"] = torch.where(step == 1, g, held)
-        g = torch.addcmul(g, held, _as(s["momentum"], g)) if record.nesterov else held
+        momentum = new["momentum_buffer"] = torch.where(step == 1, g, momentum)
+        g = torch.addcmul(g, momentum, _as(s["momentum"], g)) if record.nesterov else momentum
     return torch.addcmul(p, g, _as(-s["lr"], p)), new
 
 
@@ -111,9 +111,9 @@ def _lion(
     record: Any, p: Tensor, g: Tensor, old: Mapping[str, Tensor], s: Mapping[str, Tensor], step: Tensor, part: Part
 ) -> tuple[Tensor, dict[str, Tensor]]:
     p = _decayed(record, p, s)
-    held = old["exp_avg"]
-    direction = (held * _as(s["betas.0"], g) + _as(1 - s["betas.0"], g) * g).sign()
-    return p - _as(s["lr"], p) * direction, {"exp_avg": held * _as(s["betas.1"], g) + _as(1 - s["betas.1"], g) * g}
+    momentum = old["exp_avg"]
+    direction = (momentum * _as(s["betas.0"], g) + _as(1 - s["betas.0"], g) * g).sign()
+    return p - _as(s["lr"], p) * direction, {"exp_avg": momentum * _as(s["betas.1"], g) + _as(1 - s["betas.1"], g) * g}
 
 
 # -- LAMB ---------------------------------------------------------------------------------------------------------------

@@ -43,15 +43,15 @@ class OptimizerState(defaultdict[torch.Tensor, Any]):
 
     def show(self, param: torch.Tensor, values: dict[str, Any]) -> OfParam:
         """Show these tensors, which are the update's own, as the states of a parameter."""
-        made = OfParam(self, values)
-        dict.__setitem__(self, param, made)
-        return made
+        shown = OfParam(self, values)
+        dict.__setitem__(self, param, shown)
+        return shown
 
     def show_again(self, old: torch.Tensor, new: torch.Tensor) -> None:
         """Move the states of a parameter to the object that has replaced it."""
-        kept = dict.pop(self, old, None)
-        if kept is not None:
-            dict.__setitem__(self, new, kept)
+        states = dict.pop(self, old, None)
+        if states is not None:
+            dict.__setitem__(self, new, states)
 
     def _note(self) -> None:
         self.changed = True
@@ -62,7 +62,7 @@ class OptimizerState(defaultdict[torch.Tensor, Any]):
         return len(self) > 0
 
     def __reduce__(self) -> Any:
-        return dict, ({param: dict(kept) for param, kept in self.items()},)
+        return dict, ({param: dict(states) for param, states in self.items()},)
 
 
 def _noticing(write: Callable[..., Any]) -> Callable[..., Any]:

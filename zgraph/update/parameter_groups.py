@@ -30,10 +30,10 @@ class Member:
 
 def refuse_complex_clipping(plan: Plan, specs: dict[str, ParamSpec]) -> None:
     """Raise `PlanError` for a plan that clips the gradients of complex parameters."""
-    found = [n for n, s in specs.items() if s.dtype.is_complex and s.requires_grad]
-    if plan.grad_clip is not None and found:
+    names = [n for n, s in specs.items() if s.dtype.is_complex and s.requires_grad]
+    if plan.grad_clip is not None and names:
         raise PlanError(
-            f"the gradient of {found[0]!r} can't be clipped",
+            f"the gradient of {names[0]!r} can't be clipped",
             where="grad_clip",
             why="it is complex, and update programs compute with real numbers",
             hint="leave grad_clip out, and call torch.nn.utils.clip_grad_norm_ in your own loop",
@@ -54,7 +54,7 @@ def members_of(module: nn.Module, specs: dict[str, ParamSpec], optimizer: Any) -
     records = [(_patterns(g), g) for g in optimizer.groups]
     known = parameter_names(module)
     groups: dict[Any, int] = {}
-    found: list[Member] = []
+    members: list[Member] = []
     for name, spec in specs.items():
         if not spec.dtype.is_floating_point:
             continue
@@ -74,8 +74,8 @@ def members_of(module: nn.Module, specs: dict[str, ParamSpec], optimizer: Any) -
             matching[0] if matching else None,
             record,
         )  # (groups with equal numbers stay apart: a user may change one of them)
-        found.append(Member(name, record, groups.setdefault(key, len(groups))))
-    return found
+        members.append(Member(name, record, groups.setdefault(key, len(groups))))
+    return members
 
 
 def faults_of(specs: dict[str, ParamSpec], optimizer: Any, module: nn.Module) -> Iterator[PlanError]:

@@ -16,7 +16,7 @@ from zgraph.program.program import STAGE_DIM, Program
 def shared_collectives(program: Program) -> dict[str, list[str]]:
     """Return the collectives that an update shares with those of other stages: by group, in order, as one readable
     line each."""
-    found: dict[str, list[str]] = {}
+    by_group: dict[str, list[str]] = {}
     begins: dict[str, fx.Node] = {}  # the first node of each transfer
     for node in program.graph.nodes:
         if node.op == "call_function" and (transfer := info(node).transfer) is not None:
@@ -26,8 +26,8 @@ def shared_collectives(program: Program) -> dict[str, list[str]]:
             what = f"{tensor(taken).dtype}{list(tensor(taken).shape)}"
             taken = begins.get(str(info(node).transfer), node).all_input_nodes[0]
             how = f"{collectives.kind(node)} {collectives.reduce_op_of(node)}"
-            found.setdefault(group, []).append(f"{how} of {info(taken).param or 'all parameters'}, {what}")
-    return found
+            by_group.setdefault(group, []).append(f"{how} of {info(taken).param or 'all parameters'}, {what}")
+    return by_group
 
 
 def check_collective_order(views: Sequence[Mapping[str, list[str]]]) -> None:

@@ -18,7 +18,7 @@ def found_nonfinite(
 
     With a loss, a second one says whether any loss is. A rank that saw it alone must not skip alone.
     """
-    found = [
+    checks = [
         assembler.of(n, lambda g: (g.isfinite().logical_not().any().to(torch.float32),), [g], key=("overflow",))[0]
         for n, g in grads.items()
     ]
@@ -27,7 +27,7 @@ def found_nonfinite(
     def anywhere(*values: Tensor) -> tuple[Tensor, ...]:
         # (a stage may have no gradients)
         none = torch.zeros((), dtype=torch.float32, device=assembler.device)
-        largest = torch.stack(list(values[: len(found)]) or [none]).max()
+        largest = torch.stack(list(values[: len(checks)]) or [none]).max()
         if loss is not None:
             lost = values[-1].isfinite().logical_not().to(torch.float32)
             largest = torch.stack([torch.maximum(largest, lost), lost])
@@ -35,4 +35,4 @@ def found_nonfinite(
             largest = all_reduce(largest, "max", dim)
         return (largest > 0,) if loss is None else (largest.select(0, 0) > 0, largest.select(0, 1) > 0)
 
-    return assembler.total(anywhere, [*found, *([loss] if loss is not None else [])])
+    return assembler.total(anywhere, [*checks, *([loss] if loss is not None else [])])

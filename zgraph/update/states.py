@@ -64,11 +64,11 @@ class States:
             self.tensors[f"/{NONFINITE}"] = torch.zeros((), dtype=torch.int64, device=device)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        found = self.tensors.get(name)
-        if found is None:
+        tensor = self.tensors.get(name)
+        if tensor is None:
             self._make(name.rpartition("/")[0])
-            found = self.tensors[name]
-        return found
+            tensor = self.tensors[name]
+        return tensor
 
     def scale(self, key: str) -> torch.Tensor | None:
         """Return a tensor of the loss scale (see `zgraph.update.scaler`), or None without one."""
@@ -99,8 +99,8 @@ class States:
         for key, state in states_of(member, self.shards.specs[param], self.options).items():
             name = f"{param}/{key}"
             if name not in self.tensors:
-                made = self._room(param, state, local)
-                self.tensors[name] = made.copy_(local) if key in (MASTER, EMA, AHEAD) else made.fill_(state.fill)
+                storage = self._room(param, state, local)
+                self.tensors[name] = storage.copy_(local) if key in (MASTER, EMA, AHEAD) else storage.fill_(state.fill)
             shown[key] = self.shards.shown(param, self.tensors[name], of_rows=state.of_rows)
         if self.optimizer is not None:
             self._shown[param] = self.optimizer.state.show(self.shards.params()[param], shown), shown
@@ -108,9 +108,9 @@ class States:
     def _show(self, param: str, key: str, tensor: torch.Tensor) -> None:
         """Show a new tensor in the optimizer, if the parameter's states are shown."""
         if param in self._shown:
-            made, shown = self._shown[param]
+            states, shown = self._shown[param]
             shown[key] = tensor
-            dict.__setitem__(made, key, tensor)
+            dict.__setitem__(states, key, tensor)
 
     def bytes_at(self, options: UpdateOptions) -> int:
         """Return the bytes of the states that these options offload."""
@@ -124,8 +124,8 @@ class States:
             if (param in before) != (param in options.homes):
                 self.tensors[name] = self._copy(name, tensor)
                 key = name.rpartition("/")[2]
-                kept = states_of(self.members[param], self.shards.specs[param], options)[key]
-                self._show(param, key, self.shards.shown(param, self.tensors[name], of_rows=kept.of_rows))
+                state = states_of(self.members[param], self.shards.specs[param], options)[key]
+                self._show(param, key, self.shards.shown(param, self.tensors[name], of_rows=state.of_rows))
 
     def _room(self, param: str, state: State, local: torch.Tensor) -> torch.Tensor:
         """Return a new tensor for a state, with the strides of its parameter's rows where it has their shape."""
@@ -178,20 +178,20 @@ class States:
                     continue
                 self._make(name)
                 dict.__setitem__(optimizer.state, params[name], now)  # (until it is known to be right)
-            found = _changes(name, self._shown[name][1], now, RULES[member.record.name])
-            if found is not None:
-                changes.append((name, found))
+            changed = _changes(name, self._shown[name][1], now, RULES[member.record.name])
+            if changed is not None:
+                changes.append((name, changed))
         counted = self.counts() if changes else {}
-        for name, found in changes:
+        for name, changed in changes:
             mine, rule = self._shown[name][1], RULES[self.members[name].record.name]
-            if not found:
+            if not changed:
                 self.clear([name])
-            for key, value in found.items():
+            for key, value in changed.items():
                 if value is None:
                     mine[key].zero_()
                 elif key != STEP_KEY:
                     copy_state(mine[key], value)
-            counts[name] = _count_after(found, counted[name], rule)
+            counts[name] = _count_after(changed, counted[name], rule)
         for name, (_, shown) in self._shown.items():
             self._shown[name] = optimizer.state.show(params[name], shown), shown
         optimizer.state.changed = False
@@ -290,18 +290,18 @@ def _changes(name: str, shown: dict[str, Any], now: Any, rule: Rule) -> dict[str
     """
     if not now:
         return {}
-    found: dict[str, Any] = {}
+    changes: dict[str, Any] = {}
     for key, mine in shown.items():
         value = now.get(key)
         if value is mine:
             continue
         number = key == STEP_KEY and isinstance(value, (int, float))
         if value is None and key == rule.begins:
-            found[key] = None
+            changes[key] = None
         elif value is None and key == STEP_KEY and not rule.counts:
             continue
         elif number or (isinstance(value, torch.Tensor) and value.shape == mine.shape):
-            found[key] = value
+            changes[key] = value
         else:
             form = list(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
             raise StepError(
@@ -311,7 +311,7 @@ def _changes(name: str, shown: dict[str, Any], now: Any, rule: Rule) -> dict[str
                 why="the update goes on from it",
                 hint="del optimizer.state[param] lets the parameter begin anew; or put a tensor of its shape there",
             )
-    return found or None
+    return changes or None
 
 
 def _count_after(changed: dict[str, Any], before: float, rule: Rule) -> float:

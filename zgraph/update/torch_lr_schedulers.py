@@ -22,8 +22,8 @@ def torch_scheduler(record: TorchSchedule, optimizer: torch.optim.Optimizer) -> 
     """
     module, _, name = record.scheduler.rpartition(":")
     try:
-        found = getattr(importlib.import_module(module or "torch.optim.lr_scheduler"), name)
-        made = found(optimizer, **{k: _resolved(v) for k, v in record.args.items()})
+        scheduler_class = getattr(importlib.import_module(module or "torch.optim.lr_scheduler"), name)
+        scheduler = scheduler_class(optimizer, **{k: _resolved(v) for k, v in record.args.items()})
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise PlanError(
             f"the schedule {record.scheduler!r} can't be made",
@@ -34,7 +34,7 @@ def torch_scheduler(record: TorchSchedule, optimizer: torch.optim.Optimizer) -> 
     kinds = inspect.Parameter
     needs = [
         p.name
-        for p in inspect.signature(made.step).parameters.values()
+        for p in inspect.signature(scheduler.step).parameters.values()
         if p.default is p.empty and p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
     ]
     if needs:
@@ -43,7 +43,7 @@ def torch_scheduler(record: TorchSchedule, optimizer: torch.optim.Optimizer) -> 
             where="lr_schedule",
             hint=f"make it yourself: {name}(model.zgraph.optimizer, …), and call its step",
         )
-    return made
+    return scheduler
 
 
 def _resolved(value: Any) -> Any:

@@ -131,14 +131,14 @@ class PipelineModule(nn.Module):
             tied = self.tied_modules[layer.key]
             self.forward_funcs.append(tied if layer.forward_fn is None else functools.partial(layer.forward_fn, tied))
             return
-        made = layer.build() if isinstance(layer, LayerSpec) else layer
-        if isinstance(made, PipelineModule):
+        built = layer.build() if isinstance(layer, LayerSpec) else layer
+        if isinstance(built, PipelineModule):
             raise UnsupportedError(f"layer {at} is a pipeline itself", hint="put its layers into the outer one")
-        if isinstance(made, nn.Module):
-            self.add_module(str(at), made)
-        elif not callable(made):
-            raise ModelError(f"layer {at} is a {type(made).__name__}", hint="a module, a LayerSpec, or a function")
-        self.forward_funcs.append(made)
+        if isinstance(built, nn.Module):
+            self.add_module(str(at), built)
+        elif not callable(built):
+            raise ModelError(f"layer {at} is a {type(built).__name__}", hint="a module, a LayerSpec, or a function")
+        self.forward_funcs.append(built)
 
     def forward(self, inputs: Any, labels: Any = None) -> Any:
         """Return the last layer's output, or the loss if `labels` are given and there is a `loss_fn`."""

@@ -35,12 +35,12 @@ class ProcessTopology:
         """Return the rank at a position, given by its index on every axis. Raises `MeshError` if there is none."""
         if set(place) != set(self.axes):
             raise MeshError(f"the coordinates {place} do not name the axes {self.axes}", hint="name each axis")
-        found = self.mapping.get(self.ProcessCoord(**place))
-        if found is None:
+        rank = self.mapping.get(self.ProcessCoord(**place))
+        if rank is None:
             raise MeshError(
                 f"there is no place {place}", why=f"the sizes are {dict(zip(self.axes, self.dims, strict=True))}"
             )
-        return found
+        return rank
 
     def get_axis_names(self) -> list[str]:
         return self.axes
@@ -51,10 +51,10 @@ class ProcessTopology:
 
     def get_coord(self, rank: int) -> Any:
         """Return the position of a rank as a named tuple. Raises `MeshError` if there is no such rank."""
-        found = next((place for place, at in self.mapping.items() if at == rank), None)
-        if found is None:
+        coordinates = next((place for place, at in self.mapping.items() if at == rank), None)
+        if coordinates is None:
             raise MeshError(f"there is no rank {rank}", why=f"the sizes make {self.world_size()}")
-        return found
+        return coordinates
 
     def get_rank_repr(
         self, rank: int, omit_axes: Sequence[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"

@@ -17,18 +17,18 @@ def set_z3_leaf_modules(
 
     A text is a class's name, with or without its module's. Raises `ValueError` if there are none.
     """
-    found = _of_classes(model, leaf_module_classes, raise_if_not_found)
-    _note(found, True)
-    return found
+    modules = _of_classes(model, leaf_module_classes, raise_if_not_found)
+    _note(modules, True)
+    return modules
 
 
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Iterable[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
     """Forget the modules of these classes; return them. Raises `ValueError` if there are none."""
-    found = _of_classes(model, leaf_module_classes, raise_if_not_found)
-    _note(found, False)
-    return found
+    modules = _of_classes(model, leaf_module_classes, raise_if_not_found)
+    _note(modules, False)
+    return modules
 
 
 def set_z3_leaf_modules_by_name(
@@ -53,10 +53,10 @@ def _of_classes(model: nn.Module, classes: Iterable[type | str], must: bool) -> 
     kinds = list(classes)
     names = {kind for kind in kinds if isinstance(kind, str)}
     types = tuple(kind for kind in kinds if isinstance(kind, type))
-    found = [m for m in model.modules() if isinstance(m, types) or names & _names_of(type(m))]
-    if must and not found:
+    modules = [m for m in model.modules() if isinstance(m, types) or names & _names_of(type(m))]
+    if must and not modules:
         raise ValueError(f"the model has no module of {', '.join(str(k) for k in kinds)}")
-    return found
+    return modules
 
 
 def _names_of(kind: type) -> set[str]:
@@ -66,15 +66,15 @@ def _names_of(kind: type) -> set[str]:
 def _by(
     model: nn.Module, wanted: Iterable[str], fits: Callable[[str, str], bool], flag: bool, must: bool
 ) -> tuple[list[nn.Module], list[str]]:
-    held, found, missing = dict(model.named_modules()), list[nn.Module](), list[str]()
+    modules, matches, missing = dict(model.named_modules()), list[nn.Module](), list[str]()
     for text in wanted:
-        mine = [module for name, module in held.items() if fits(name, text)]
-        found += [module for module in mine if not any(module is other for other in found)]
+        mine = [module for name, module in modules.items() if fits(name, text)]
+        matches += [module for module in mine if not any(module is other for other in matches)]
         missing += [] if mine else [text]
     if must and missing:
         raise ValueError(f"the model has no module {', '.join(missing)}")
-    _note(found, flag)
-    return found, missing
+    _note(matches, flag)
+    return matches, missing
 
 
 def _note(modules: Iterable[nn.Module], flag: bool) -> None:

@@ -39,17 +39,17 @@ def memory_status(message: str = "", print_rank: int = -1, reset_max: bool = Fal
     """Return the present and the peak bytes of the device ("allocated") and the host ("resident"); log them on
     `print_rank` (-1: all)."""
     cuda = torch.cuda.is_available()
-    found = {
+    sizes = {
         "allocated": torch.cuda.memory_allocated() if cuda else 0,
         "max_allocated": torch.cuda.max_memory_allocated() if cuda else 0,
         "resident": resident_bytes(),
         "max_resident": most_resident_bytes(),
     }
     if print_rank in (-1, comm.get_rank()):
-        logger.info("%s %s", message, ", ".join(f"{name} {shown_bytes(size)}" for name, size in found.items()))
+        logger.info("%s %s", message, ", ".join(f"{name} {shown_bytes(size)}" for name, size in sizes.items()))
     if reset_max and cuda:
         torch.cuda.reset_peak_memory_stats()
-    return found
+    return sizes
 
 
 def most_resident_bytes() -> int:

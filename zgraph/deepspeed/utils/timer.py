@@ -60,8 +60,8 @@ class ThroughputTimer:
 
     def line(self, steps: int, rows: int) -> str:
         """Return the log line of the step `steps` of `rows` rows."""
-        held = memory_status(print_rank=-2)
-        gigabytes = [held[a] or held[b] for a, b in (("allocated", "resident"), ("max_allocated", "max_resident"))]
+        status = memory_status(print_rank=-2)
+        gigabytes = [status[a] or status[b] for a, b in (("allocated", "resident"), ("max_allocated", "max_resident"))]
         now, most = (round(size / 1024**3, 2) for size in gigabytes)
         return (
             f"epoch=0/micro_step={self.micro_step_count}/global_step={steps}, RunningAvgSamplesPerSec={self.avg_samples_per_sec()}, "

@@ -73,9 +73,9 @@ def _names(source: Source, exclude_frozen_parameters: bool) -> list[str]:
 
 
 def _wide(source: Source, name: str) -> torch.Tensor:
-    master, held = f"{OPTIMIZER}{name}.{MASTER}", MODEL + name
-    current = master in source.tensors and is_current_in(source, master, held)
-    value = source.whole(master if current else held)
+    master, stored = f"{OPTIMIZER}{name}.{MASTER}", MODEL + name
+    current = master in source.tensors and is_current_in(source, master, stored)
+    value = source.whole(master if current else stored)
     return value.float() if value.is_floating_point() else value
 
 
@@ -112,9 +112,9 @@ def convert_zero_checkpoint_to_state_dict(
     wanted, most = dtype_of(dtype), size_of(_ANY if max_shard_size is None else max_shard_size)
     if safe_serialization:
         source = open_checkpoint(Path(checkpoint_dir), tag)
-        kept = set(_names(source, exclude_frozen_parameters))
+        names = set(_names(source, exclude_frozen_parameters))
         source.tensors = {
-            n: t for n, t in source.tensors.items() if not n.startswith(MODEL) or n.removeprefix(MODEL) in kept
+            n: t for n, t in source.tensors.items() if not n.startswith(MODEL) or n.removeprefix(MODEL) in names
         }
         export(source, folder, dtype=wanted, max_shard_size=most)
         return
@@ -152,6 +152,6 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 def _put(path: Path, write: Callable[[Path], Any]) -> None:
     """Write a file beside its place first: all ranks may write the same one."""
-    made = path.with_name(f"{path.name}.{os.getpid()}")
-    write(made)
-    made.replace(path)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    write(temporary)
+    temporary.replace(path)

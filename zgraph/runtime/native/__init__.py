@@ -33,15 +33,15 @@ def load(file: Path) -> ModuleType:
     key = hashlib.sha256(" ".join([torch.__version__, *flags, file.read_text()]).encode()).hexdigest()[:16]
     folder = cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
-    made = folder / f"{name}-{key}.so"
+    library = folder / f"{name}-{key}.so"
     with (folder / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not made.exists():
-            part = made.with_suffix(".part")
+        if not library.exists():
+            part = library.with_suffix(".part")
             compiler = os.environ.get("CXX", "g++")
             subprocess.run([compiler, *flags, str(file), "-o", str(part), *libraries], check=True)
-            part.replace(made)
-    spec = importlib.util.spec_from_file_location(name, made)
+            part.replace(library)
+    spec = importlib.util.spec_from_file_location(name, library)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
