@@ -25,6 +25,7 @@ from zgraph.names import did_you_mean
 from zgraph.passes.analysis.fusion import fusible, readers, together
 from zgraph.program import collectives, ops, transfers_to_host
 from zgraph.program.aliases import aliased_input, root_of
+from zgraph.program.flops import product_flops
 from zgraph.program.groups import dim_of
 from zgraph.program.node import info, tensors, value
 from zgraph.program.program import Program
@@ -275,15 +276,8 @@ def bytes_of(start: fx.Node) -> int:
 
 
 def flops_of(node: fx.Node) -> int:
-    """Return the floating-point operations of a product, by torch's formulas; 0 for every other node."""
-    from torch.utils.flop_counter import flop_registry
-
-    formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
-    if formula is None:
-        return 0
-    args: Any = fx.node.map_arg(node.args, value)
-    kwargs: Any = fx.node.map_arg(node.kwargs, value)
-    return typical(formula(*args, **kwargs, out_val=value(node)))
+    """Return the floating-point operations of a product, at the typical sizes; 0 for every other node."""
+    return typical(product_flops(node))
 
 
 def signature(node: fx.Node) -> str:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import Ranks
 from sweeps import sweep
 from torch import nn
 from typer.testing import CliRunner
@@ -75,6 +78,31 @@ def train(folder: str, plan: zgraph.Plan, data: list[int], measures: bool = Fals
         return made, [p.full_tensor().detach() for p in model.parameters()], runtime.costs.hardware.name
 
 
+@pytest.fixture(scope="module")
+def fresh():
+    """Two ranks that no other file has used: what a test leaves changed in torch's settings is part of a program's key."""
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """A process that no other file has used, which compiles for ranks."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        yield lambda *args: pool.submit(precompiled, *args).result()
+
+
+def precompiled(folder: str, plan: zgraph.Plan, world: int, measures: bool = False):
+    """What `precompile` returns, in a process of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ZGRAPH_CACHE", folder)
+        if measures:
+            patch.delenv("ZGRAPH_HARDWARE", raising=False)
+        found = precompile(factory, plan, world)
+    assert not dist.is_initialized()
+    return found
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("ZGRAPH_CACHE", str(tmp_path / "cache"))
@@ -98,13 +126,12 @@ def same(found, expected):
     ids=["waiting gradients", "plain", "kept weights", "targets", "tensor parallel"],
     quick={0, 4},
 )
-def test_ranks_make_nothing_of_what_one_process_has_compiled(two, folder, plan):
+def test_ranks_make_nothing_of_what_one_process_has_compiled(fresh, alone, folder, plan):
     plan = zgraph.Plan(**{**PLAN, **plan})
-    found = precompile(factory, plan, 2)
+    found = alone(str(folder), plan, 2)
     assert found.ok and [one.rank for one in found.ranks] == [0] and found.ranks[0].written == {"step": 1}
-    assert not dist.is_initialized()
     data = [0, 0] if "tp" in plan.mesh else [0, 1]
-    for made, parameters, _ in two.run(train, str(folder), plan, data):
+    for made, parameters, _ in fresh.run(train, str(folder), plan, data):
         # (what is read of the joint graph in every process: how weights are divided, and whether micro-batches are cut along the batch)
         looked = ["train0"] if "tp" in plan.mesh or plan.micro_batches > 1 else []
         assert made == looked
@@ -114,12 +141,12 @@ def test_ranks_make_nothing_of_what_one_process_has_compiled(two, folder, plan):
 @pytest.mark.gloo
 @pytest.mark.inductor
 @sweep("micro_batches", [1, 2], quick={0})
-def test_code_without_a_rank_in_it_is_there_once_and_ranks_compile_nothing(two, folder, micro_batches):
+def test_code_without_a_rank_in_it_is_there_once_and_ranks_compile_nothing(fresh, alone, folder, micro_batches):
     plan = zgraph.Plan(**{**PLAN, "backend": "inductor", "micro_batches": micro_batches})
-    first, second = precompile(factory, plan, 2).ranks
+    first, second = alone(str(folder), plan, 2).ranks
     assert first.written["step"] == 1 and "step" not in second.written and second.found["step"] == 1
     assert second.written["code"] == 1 and second.found["code"] == first.written["code"] - 1  # (its backward alone)
-    for made, parameters, _ in two.run(train, str(folder), plan, [0, 1]):
+    for made, parameters, _ in fresh.run(train, str(folder), plan, [0, 1]):
         assert made == ["train0"][: micro_batches - 1]  # (see above)
         assert same(parameters, plain(2))
 
@@ -127,10 +154,12 @@ def test_code_without_a_rank_in_it_is_there_once_and_ranks_compile_nothing(two, 
 @pytest.mark.gloo
 @pytest.mark.inductor
 @pytest.mark.slow
-def test_ranks_of_a_mesh_of_several_dimensions_have_code_over_their_own_groups(four, folder):
+def test_ranks_of_a_mesh_of_several_dimensions_have_code_over_their_own_groups(alone, folder):
     plan = zgraph.Plan(**{**PLAN, "backend": "inductor", "mesh": {"replicate": 2, "dp": 2}})
-    assert precompile(factory, plan, 4).ok
-    for made, parameters, _ in four.run(train, str(folder), plan, [0, 1, 2, 3]):
+    assert alone(str(folder), plan, 4).ok
+    with Ranks(4) as four:
+        results = four.run(train, str(folder), plan, [0, 1, 2, 3])
+    for made, parameters, _ in results:
         assert made == []
         assert same(parameters, plain(4))
 
@@ -239,11 +268,10 @@ def test_without_hardware_nobody_claims_to_know_what_ranks_will_measure(folder, 
 
 
 @pytest.mark.gloo
-def test_costs_that_ranks_have_measured_here_are_taken_and_said_to_be_measured_again(two, folder, monkeypatch):
-    monkeypatch.delenv("ZGRAPH_HARDWARE")
+def test_costs_that_ranks_have_measured_here_are_taken_and_said_to_be_measured_again(fresh, alone, folder):
     plan = zgraph.Plan(**PLAN)
-    (made, _, hardware), _ = two.run(train, str(folder), plan, [0, 1], True)
+    (made, _, hardware), _ = fresh.run(train, str(folder), plan, [0, 1], True)
     assert "train0" in made and hardware.endswith("measured")
-    found = precompile(factory, plan, 2)
+    found = alone(str(folder), plan, 2, True)
     assert found.ranks[0].found == {"step": 1} and found.ranks[0].written == {}  # (the key that these ranks had)
     assert "each run measures its links again" in found.depends[0]

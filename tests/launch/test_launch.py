@@ -297,7 +297,8 @@ def test_what_a_command_has_started_ends_with_the_job(tmp_path, monkeypatch, end
 
 def test_a_launcher_that_loses_its_terminal_ends_the_job(tmp_path):
     line = ["bash", "-c", f"echo $$ > {tmp_path}/pid; sleep 300"]
-    code = f"import sys; from zgraph.launch.run import run; sys.exit(run({{'one': {line}}}))"
+    heard = "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL)"  # (tests may be run by nohup)
+    code = f"{heard}; from zgraph.launch.run import run; sys.exit(run({{'one': {line}}}))"
     launcher = subprocess.Popen([sys.executable, "-c", code])
     while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
         time.sleep(0.02)

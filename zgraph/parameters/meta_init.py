@@ -42,15 +42,9 @@ def initialize_meta_tensors(shards: Shards, device: torch.device, seed: int, els
         if scratch is not None:
             scratch.reserve(sum(_padded_bytes(p) for p in params.values()))
         for key, param in params.items():
-            storage = (
-                scratch.take(param)
-                if scratch is not None
-                else torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=device)
-            )
-            child._parameters[key] = nn.Parameter(
-                storage.fill_(_sentinel(storage.dtype)), requires_grad=param.requires_grad
-            )
-            del storage
+            unset = scratch.take(param).fill_(_sentinel(param.dtype)) if scratch is not None else _unset(param, device)
+            child._parameters[key] = nn.Parameter(unset, requires_grad=param.requires_grad)
+            del unset
         for key, buffer in buffers.items():
             child._buffers[key] = _unset(buffer, device)
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():

@@ -19,7 +19,8 @@ import torch
 from torch import fx
 
 from zgraph.program import collectives
-from zgraph.program.node import Role, info, value
+from zgraph.program.flops import product_flops
+from zgraph.program.node import Role, info
 from zgraph.program.program import Program
 from zgraph.runtime.memory import COMPILING
 
@@ -215,19 +216,9 @@ def model_flops(program: Program) -> int:
     """Return the floating-point operations of a captured program's products (matmuls, convolutions, attention), forward
     and backward.
 
-    Torch's own formulas (`torch.utils.flop_counter`) are used, on the shapes of one rank's batch; recomputation does
-    not count.
+    The shapes are those of one rank's batch; recomputation does not count.
     """
-    from torch.utils.flop_counter import flop_registry
-
-    total = 0
-    for node in program.graph.nodes:
-        formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
-        if node.op == "call_function" and formula is not None:
-            args: Any = fx.node.map_arg(node.args, value)
-            kwargs: Any = fx.node.map_arg(node.kwargs, value)
-            total += int(formula(*args, **kwargs, out_val=value(node)))
-    return total
+    return sum(int(product_flops(node)) for node in program.graph.nodes)
 
 
 def median_step(clock: Clock) -> dict[str, float]:

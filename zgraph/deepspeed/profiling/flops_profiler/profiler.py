@@ -14,23 +14,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode
 
 from zgraph.deepspeed.utils.logging import no_effect
 from zgraph.errors import StepError
+from zgraph.program.flops import BEYOND_TORCH
 from zgraph.units import columns
 
 logger = logging.getLogger("zgraph.deepspeed")
 
 __all__ = ["FlopsProfiler", "get_model_profile"]
-
-
-def _attention(query: Any, key: Any, value: Any, *others: Any, **named: Any) -> int:
-    """Return the operations of an attention of tensors of these shapes, whatever its other arguments are."""
-    return sdpa_flop_count(query, key, value)
-
-
-_MORE = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention}  # (which torch's own table lacks)
 
 
 class FlopsProfiler:
@@ -53,7 +46,7 @@ class FlopsProfiler:
             )
         self._fast = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)  # (its fused operators are counted as nothing)
-        self._counter = FlopCounterMode(display=False, custom_mapping=_MORE)
+        self._counter = FlopCounterMode(display=False, custom_mapping=BEYOND_TORCH)
         self._counter.__enter__()
         self._begin = time.perf_counter()
 

@@ -1,0 +1,54 @@
+"""The floating-point operations of products, by torch's formulas (`torch.utils.flop_counter`) and, for what its table lacks, by the
+same formulas."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from zgraph.program.node import value
+
+aten = torch.ops.aten
+
+
+def _attention(query: Any, key: Any, values: Any, *rest: Any, **options: Any) -> Any:
+    """Return the operations of an attention of tensors of these shapes, whatever its other arguments are."""
+    from torch.utils.flop_counter import sdpa_flop_count
+
+    return sdpa_flop_count(query, key, values)
+
+
+def _attention_backward(grad_out: Any, query: Any, key: Any, values: Any, *rest: Any, **options: Any) -> Any:
+    from torch.utils.flop_counter import sdpa_backward_flop_count
+
+    return sdpa_backward_flop_count(grad_out, query, key, values)
+
+
+# Attention on a CPU: shapes of the arguments to operations, as `FlopCounterMode(custom_mapping=…)` takes it. (What packed attention
+# costs depends on the lengths of its documents, which no program knows.)
+BEYOND_TORCH: dict[Any, Callable[..., Any]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+
+
+@functools.cache
+def _formulas() -> dict[Any, Callable[..., Any]]:
+    from torch.utils.flop_counter import flop_registry, shape_wrapper
+
+    return {**flop_registry, **{target: shape_wrapper(formula) for target, formula in BEYOND_TORCH.items()}}
+
+
+def product_flops(node: fx.Node) -> Any:
+    """Return the floating-point operations of a product (matmul, convolution, attention), an int or a symbolic one; 0 for
+    every other node."""
+    formula = _formulas().get(getattr(node.target, "overloadpacket", None))
+    if node.op != "call_function" or formula is None:
+        return 0
+    args: Any = fx.node.map_arg(node.args, value)
+    kwargs: Any = fx.node.map_arg(node.kwargs, value)
+    return formula(*args, **kwargs, out_val=value(node))
