@@ -285,7 +285,7 @@ def test_what_a_command_has_started_ends_with_the_job(tmp_path, monkeypatch, end
     monkeypatch.setattr(runs, "PATIENCE", 0.3)
     pids, other = tmp_path / "pids", subprocess.Popen(["sleep", "300"], start_new_session=True)
     pids.touch()
-    fails = f"while (( $(wc -l < {pids}) < 3 )); do sleep 0.02; done; sleep 0.2; exit 7"
+    fails = f"while (( $(wc -l < {pids}) < 3 )); do sleep 0.02; done; sleep 1; exit 7"  # (behind the other, on a busy machine too)
     lines = {"leaves": ["bash", "-c", LEAVES.format(pids=pids, end=end)], "fails": ["bash", "-c", fails]}
     shown = io.StringIO()
     assert runs.run(lines, out=shown) == {"exit 3": 3, "kill -KILL $$": 137}.get(end, 7)
