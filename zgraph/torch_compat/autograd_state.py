@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._dynamo import eval_frame
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -28,9 +30,26 @@ def accumulates(node: Any) -> bool:
 
 
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function so marked that `torch.compile` breaks the graph and calls it, instead of tracing it."""
+    """Return the function so marked that `torch.compile` breaks the graph and calls it, instead of tracing it.
+
+    (What `torch._dynamo.disable` returns also writes annotations into a table of the whole process while any thread
+    captures a model. Two threads that do so at once meet a KeyError, so its marks are taken, and not its wrapper.)
+    """
     reason = "zgraph runs a compiled model: torch.compile around it calls it as a whole (fullgraph=True can't)"
-    return torch._dynamo.disable(function, reason=reason)  # type: ignore[no-any-return, no-untyped-call]
+    marked = torch._dynamo.disable(function, reason=reason)  # type: ignore[no-untyped-call]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before = eval_frame.set_eval_frame(None)  # type: ignore[attr-defined]
+        try:
+            return function(*args, **kwargs)
+        finally:
+            eval_frame.set_eval_frame(before)  # type: ignore[attr-defined]
+
+    eval_frame.skip_code(run.__code__)
+    functools.update_wrapper(run, function)
+    marks = {name: value for name, value in vars(marked).items() if name.startswith("_torchdynamo")}
+    vars(run).update(marks, _torchdynamo_wrapper_id=id(run))
+    return run
 
 
 def is_transformed() -> bool:
