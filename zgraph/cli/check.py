@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from zgraph.cli import deepspeed_report
+from zgraph.cli import configuration_report
 from zgraph.cli.options import (
     BatchOption,
     HardwareOption,
@@ -49,7 +49,7 @@ def check(
     Of a DeepSpeed configuration it tells what becomes of each key. Exits with 1 if there is an error. Nothing is compiled, and no rank started.
     """
     if target.endswith(".json"):
-        deepspeed_report.show(Path(target), world, None, as_json, output)
+        configuration_report.of_deepspeed(Path(target), world, None, as_json, output)
         return
     refuse_bundle(target, "check")
     on_path()  # (for passes and policies of the user's)

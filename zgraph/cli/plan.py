@@ -6,11 +6,11 @@ import contextlib
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from zgraph.cli import deepspeed_report
+from zgraph.cli import configuration_report
 from zgraph.cli.options import BatchOption, HardwareOption, JsonOption, WorldOption
 from zgraph.cli.output import CHECK_FAILED, give, progress, table
 from zgraph.cli.targets import load_plan, load_target, refuse_bundle, resolve_world, with_hardware
@@ -46,6 +46,14 @@ def plan(
             help="Tell what becomes of each key of a DeepSpeed configuration, and write the plan; TARGET gives the hidden size.",
         ),
     ] = None,
+    from_accelerate: Annotated[
+        Path | None,
+        typer.Option(
+            "--from-accelerate",
+            metavar="FILE",
+            help="The same of a file that `accelerate config` writes (YAML), with its DeepSpeed or FSDP section.",
+        ),
+    ] = None,
     search: Annotated[
         bool,
         typer.Option(
@@ -75,17 +83,16 @@ def plan(
         raise typer.BadParameter(
             f"a plan is written as {', '.join(SUFFIXES)}, not {output.suffix or 'without a suffix'}"
         )
-    if from_deepspeed is not None:
-        if plans or search:
-            raise typer.BadParameter("--from-deepspeed makes a plan: write it with -o, and compare it with --plan")
+    if from_deepspeed is not None or from_accelerate is not None:
+        if plans or search or (from_deepspeed and from_accelerate):
+            raise typer.BadParameter(
+                "--from-deepspeed and --from-accelerate make a plan, of one file: write it with -o, and compare it with --plan"
+            )
         model = None if target is None else load_target(target, batch).model
-        converted_plan = deepspeed_report.show(from_deepspeed, world, model, as_json, None)
-        if output is not None:
-            converted_plan.save(output)
-            typer.echo(f"wrote {output}", err=True)
+        _convert(from_deepspeed, from_accelerate, world, model, as_json, output)
         return
     if target is None:
-        raise typer.BadParameter("name a model, or give --from-deepspeed", param_hint="TARGET")
+        raise typer.BadParameter("name a model, or give --from-deepspeed or --from-accelerate", param_hint="TARGET")
     refuse_bundle(target, "plan")
     if search and len(plans or ()) > 1:
         raise typer.BadParameter("--search begins from one plan")
@@ -123,6 +130,25 @@ def plan(
         raise typer.Exit(INTERRUPTED)
     if best is None:
         raise typer.Exit(CHECK_FAILED)
+
+
+def _convert(
+    from_deepspeed: Path | None,
+    from_accelerate: Path | None,
+    world: int | None,
+    model: Any,
+    as_json: bool,
+    output: Path | None,
+) -> None:
+    """Print the report on one of two files, and write its plan."""
+    if from_deepspeed is not None:
+        converted = configuration_report.of_deepspeed(from_deepspeed, world, model, as_json, None)
+    else:
+        assert from_accelerate is not None
+        converted = configuration_report.of_accelerate(from_accelerate, world, model, as_json)
+    if output is not None:
+        converted.save(output)
+        typer.echo(f"wrote {output}", err=True)
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ every other key has a reason.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,6 +24,11 @@ class Key:
     why: str = ""  # the reason for the verdict
     hint: str = ""  # what to do about a refused value
     default: Any = None  # the value that a refused key may still have, since it asks for nothing
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is a section that is judged as one, together with all keys in it."""
+        return self.kind == "table" and self.verdict != "applied"
 
 
 def _applied(kind: Kind) -> Key:
@@ -382,13 +388,8 @@ ALIASES = {
 }
 
 
-def whole(name: str) -> bool:
-    """Return whether a section is judged as one, together with all keys in it."""
-    return KEYS[name].kind == "table" and KEYS[name].verdict != "applied"
-
-
-def names_in(section: str) -> list[str]:
+def names_in(section: str, keys: Mapping[str, Key] = KEYS) -> list[str]:
     """Return the keys that a section may have; for "", the top-level keys."""
     prefix = f"{section}." if section else ""
-    rest = [name.removeprefix(prefix) for name in KEYS if name.startswith(prefix)]
+    rest = [name.removeprefix(prefix) for name in keys if name.startswith(prefix)]
     return [name for name in rest if "." not in name]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from zgraph.deepspeed.keys import ALIASES, KEYS, names_in, whole
+from zgraph.deepspeed.keys import ALIASES, KEYS, Key, names_in
 from zgraph.deepspeed.plan_draft import Draft
 from zgraph.errors import PlanError
 from zgraph.names import did_you_mean
@@ -100,31 +100,36 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 # -- keys and types ---------------------------------------------------------------------------------------------------------
-def check(draft: Draft) -> None:
-    """Record the verdict on each key that is not applied, and refuse unknown keys and values of another type."""
-    for name, value in draft.config.items():
-        _check(draft, "", name, value)
+def check(draft: Draft, keys: Mapping[str, Key] = KEYS, system: str = "DeepSpeed") -> None:
+    """Record the verdict on each key that is not applied, and refuse values of another type, and keys that the table
+    `keys` of a system does not have."""
+    _check_section(draft, keys, system, "", draft.config)
 
 
-def _check(draft: Draft, section: str, name: Any, value: Any) -> None:
-    key = f"{section}.{name}" if section else str(name)
-    if key not in KEYS:
-        draft.refuse(key, "DeepSpeed has no such key", did_you_mean(str(name), names_in(section)))
-        return
-    known = KEYS[key]
+def _check_section(draft: Draft, keys: Mapping[str, Key], system: str, section: str, values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        key = f"{section}.{name}" if section else str(name)
+        if key not in keys:
+            draft.refuse(key, f"{system} has no such key", did_you_mean(str(name), names_in(section, keys)))
+        elif value is not None and _fits(draft, key, keys[key], value):
+            if keys[key].kind == "table" and not keys[key].whole and key not in FREE:
+                _check_section(draft, keys, system, key, value)
+            else:
+                _judge(draft, key, keys[key], value)
+
+
+def _fits(draft: Draft, key: str, known: Key, value: Any) -> bool:
+    """Return whether a value has the type of its key; refuse it if not."""
     text, fits = _KINDS[known.kind]
-    if value is None:
-        return
-    if value != "auto" and not fits(value):
-        draft.refuse(key, f"{short(value)} is not {text}", f"give {text}, or leave it out")
-        return
-    if known.kind == "table" and not whole(key) and key not in FREE:
-        if not isinstance(value, Mapping):
-            draft.refuse(key, f"{short(value)} is not {text}", f"give {text}, or leave it out")
-            return
-        for inner, inner_value in value.items():
-            _check(draft, key, inner, inner_value)
-        return
+    open_section = known.kind == "table" and not known.whole and key not in FREE
+    if fits(value) or (value == "auto" and not open_section):
+        return True
+    draft.refuse(key, f"{short(value)} is not {text}", f"give {text}, or leave it out")
+    return False
+
+
+def _judge(draft: Draft, key: str, known: Key, value: Any) -> None:
+    """Record the verdict on a key that is not applied."""
     if known.verdict == "applied":
         return
     off = value == known.default if known.kind != "table" else not value or _is_off(value)
