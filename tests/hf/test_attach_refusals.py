@@ -47,8 +47,12 @@ def refused(made, plan, kind, *said, **more):
 
 ARGUMENTS = {
     "torch_compile": ({"torch_compile": True}, "attach compiles the model"),
+    "deepspeed": ({"deepspeed": "ds.json"}, "from zgraph.hf import TrainingArguments"),
+    "fsdp": ({"fsdp": True}, "zero of the plan is 3"),
+    "n_gpu": ({"_n_gpu": 2}, "torchrun --nproc-per-node"),
     "bf16_full_eval": ({"bf16_full_eval": True}, "leave it out"),
     "fp16_full_eval": ({"fp16_full_eval": True}, "leave it out"),
+    "parallelism_config": ({"parallelism_config": object()}, "give the plan a mesh"),
 }
 
 
@@ -65,13 +69,57 @@ def test_an_argument_that_clashes(name, tmp_path):
     ("fields", "said"),
     [
         ({"optimizer": zgraph.AdamW()}, "learning_rate"),
-        ({"grad_clip": 1.0}, "max_grad_norm"),
+        ({"grad_clip": 0.5}, "max_grad_norm"),
+        ({"grad_clip": zgraph.GradClip(value=1.0)}, "max_grad_norm"),
         ({"micro_batches": 2}, "gradient_accumulation_steps"),
         ({"loss_average": "token"}, "average_tokens_across_devices"),
     ],
 )
 def test_a_plan_that_says_what_arguments_say(fields, said, tmp_path):
     refused(trainer(tmp_path), PLAN.model_copy(update=fields), PlanError, f"no {next(iter(fields))}", said)
+
+
+@pytest.mark.parametrize("dim", ["pp", "tp", "cp"])
+def test_a_mesh_whose_ranks_share_rows(dim, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "zgraph.hf.plans.dist", types.SimpleNamespace(is_initialized=lambda: True, get_world_size=lambda: 2)
+    )
+    why = "computes its loss outside of the model" if dim == "pp" else "these ranks would need the same"
+    plan = PLAN.model_copy(update={"mesh": {dim: 2, "dp": 1}})
+    refused(trainer(tmp_path), plan, PlanError, f"mesh dimension '{dim}'", why, "train_step in a loop of your own")
+
+
+def test_a_mesh_of_other_ranks(tmp_path):
+    plan = PLAN.model_copy(update={"mesh": {"dp": 4}})
+    refused(trainer(tmp_path), plan, PlanError, "is for a world of 4, and this one is of 1")
+
+
+def test_values_that_agree_with_the_arguments_are_taken(tmp_path):
+    plan = PLAN.model_copy(update={"grad_clip": 0.5, "micro_batches": 2})
+    made = trainer(tmp_path, max_grad_norm=0.5, gradient_accumulation_steps=2)
+    plan = zgraph.hf.attach(made, plan).model.zgraph.plan
+    assert plan.grad_clip is None and plan.micro_batches == 1  # (the Trainer clips and accumulates)
+
+
+def test_no_plan_and_a_dict_with_a_key_that_plans_have_not(tmp_path):
+    refused(trainer(tmp_path), None, PlanError, "there is no plan")
+    refused(trainer(tmp_path), {"zero": 2, "backends": "eager"}, PlanError, "backends")
+
+
+@pytest.mark.parametrize("system", ["DeepSpeed", "FSDP"])
+def test_ranks_that_accelerate_started_for_another_system(system, tmp_path):
+    made = trainer(tmp_path)
+    setattr(made, f"is_{system.lower()}_enabled", True)  # (which the Trainer reads of accelerate's state)
+    refused(
+        made, PLAN, PlanError, f"started for {system}", "zgraph plan --from-accelerate", "accelerate launch --multi_gpu"
+    )
+
+
+def test_loss_scales_that_are_no_powers_of_two(tmp_path):
+    made = trainer(tmp_path)
+    made.args.fp16 = True
+    made.accelerator.scaler = torch.amp.GradScaler("cpu", growth_factor=3.0)
+    refused(made, PLAN, PlanError, "a plan can't scale losses", "powers of two")
 
 
 def test_recompute_beside_gradient_checkpointing(tmp_path):
@@ -168,6 +216,19 @@ def test_a_deepspeed_configuration_is_a_plan(tmp_path):
     assert plan.zero == 2 and plan.micro_batches == 1 and plan.grad_clip is None
     assert (plan.optimizer.name, plan.optimizer.lr, plan.optimizer.weight_decay) == ("AdamW", 1e-2, 0.1)
     assert [group.overrides["weight_decay"] for group in plan.optimizer.groups] == [0.0]
+
+
+@pytest.mark.parametrize(
+    "optimizer", [{}, {"optimizer": DEEPSPEED["optimizer"]}], ids=["of the arguments", "of the file"]
+)
+def test_a_deepspeed_configuration_offloads_the_trainers_optimizer(optimizer, tmp_path):
+    given = {k: v for k, v in DEEPSPEED.items() if k != "optimizer"} | optimizer
+    stage = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    given |= {"zero_optimization": stage, "zgraph": {"backend": "eager"}}
+    made = zgraph.hf.attach(trainer(tmp_path, eval_strategy="no", save_strategy="no", steps=2), given)
+    plan = made.model.zgraph.plan
+    assert plan.offload.optimizer == "cpu" and (plan.optimizer.name, plan.optimizer.lr) == ("AdamW", 1e-2)
+    assert made.train().global_step == 2
 
 
 def test_a_loss_of_the_users_own_and_a_subclass_are_kept(tmp_path):

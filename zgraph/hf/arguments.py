@@ -68,9 +68,10 @@ _REFUSED = (
     ),
     _Refused(
         "deepspeed",
-        lambda args: getattr(args, "deepspeed_plugin", None) is not None or bool(args.deepspeed),
+        lambda args: bool(args.deepspeed),
         "DeepSpeed's engine would train in the plan's place",
-        "leave it out, and give the same file to zgraph.hf.attach(trainer, file)",
+        "from zgraph.hf import TrainingArguments, whose field is read by zgraph; or leave it out, and give the same file to "
+        "zgraph.hf.attach(trainer, file)",
     ),
     _Refused(
         "fsdp",
@@ -114,6 +115,14 @@ def refuse_arguments(trainer: Any) -> None:
                 where=refused.argument,
                 why=refused.why,
                 hint=refused.hint,
+            )
+    for system, enabled in (("DeepSpeed", trainer.is_deepspeed_enabled), ("FSDP", trainer.is_fsdp_enabled)):
+        if enabled:
+            raise PlanError(
+                f"the ranks were started for {system}, by a file of accelerate config",
+                where="distributed_type",
+                why=f"{system} would train in the plan's place",
+                hint="zgraph plan --from-accelerate FILE -o plan.toml makes a plan of it; start ranks with accelerate launch --multi_gpu",
             )
     if trainer.lr_scheduler is not None:
         raise PlanError(

@@ -30,14 +30,15 @@ T = TypeVar("T")
 
 def attach(
     trainer: T,
-    plan: Plan | str | PathLike[str] | Mapping[str, Any],
+    plan: Plan | str | PathLike[str] | Mapping[str, Any] | None = None,
     *,
     dynamic: Mapping[str, Mapping[int, str | Size] | Literal["value"]] | None = None,
 ) -> T:
     """Make a `Trainer` of transformers, or of a subclass, train its model by a plan; return the trainer.
 
-    `plan`: a `Plan`, the path of a plan's file, or a DeepSpeed configuration (a dict, or the path of a JSON file) whose "auto"
-    is filled by the trainer's arguments, as in transformers. The model is compiled in place, with the sizes of `dynamic` (see
+    `plan`: a `Plan` (or a dict of its fields), the path of a plan's file, or a DeepSpeed configuration (a dict, or the path of a
+    JSON file) whose "auto" is filled by the trainer's arguments, as in transformers; without it that of
+    `zgraph.hf.TrainingArguments`. The model is compiled in place, with the sizes of `dynamic` (see
     `zgraph.compile`). Each rank has rows of its own, as with DistributedDataParallel, and results are the same.
 
     The optimizer is the one that the Trainer would make (its class, groups, learning rate), run by the plan: its states are
@@ -51,7 +52,8 @@ def attach(
     """
     refuse_trainer(trainer)
     refuse_arguments(trainer)
-    chosen = plan_of(trainer, plan)
+    translated = optimizer_of(trainer)
+    chosen = plan_of(trainer, plan, translated.record)
     notes = notes_on(trainer, chosen)
     args: Any = trainer.args  # type: ignore[attr-defined]
     autocast = None
@@ -61,8 +63,6 @@ def attach(
         refuse_release("loss scaling")
         scale = loss_scale_of(trainer.accelerator.scaler)  # type: ignore[attr-defined]
         chosen = chosen.model_copy(update={"precision": Precision(loss_scale=scale)})
-    translated = optimizer_of(trainer)
-    chosen = chosen.model_copy(update={"optimizer": translated.record})
     model: Any = trainer.model  # type: ignore[attr-defined]
     replaced: list[Before] = []
     try:
@@ -77,6 +77,7 @@ def attach(
     trainer.after_attach(autocast, translated.without)  # type: ignore[attr-defined]
     scaler = PlanScaler(trainer, told=not translated.decides) if autocast is torch.float16 else None
     trainer.accelerator.scaler = scaler  # type: ignore[attr-defined]
+    args.attached_by_zgraph = True
     for note in notes:
         logger.info("%s", note)
     return trainer

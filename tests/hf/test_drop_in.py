@@ -1,0 +1,127 @@
+"""`zgraph.hf.Trainer` and `TrainingArguments` take the place of transformers' own: a script changes one import."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from trainers import ONE, Rows, as_launched, collator, history, model_of, trained
+
+import zgraph
+from zgraph.errors import ModelError, PlanError
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+DEEPSPEED = {
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"},
+    "zgraph": {"backend": "eager"},
+}
+
+
+@pytest.fixture(autouse=True)
+def launched():
+    with as_launched():
+        yield
+
+
+def arguments(tmp_path, **options):
+    usual = {"max_steps": 4, "per_device_train_batch_size": 2, "logging_steps": 1, "learning_rate": 1e-2}
+    usual |= {"report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
+    return zgraph.hf.TrainingArguments(str(tmp_path), **{**usual, **options})
+
+
+def trainer(args, cls=None, **options):
+    data = Rows("gpt2", 28, ONE)
+    cls = cls or zgraph.hf.Trainer
+    return cls(model_of("gpt2"), args, train_dataset=data, data_collator=collator("gpt2"), **options)
+
+
+def test_a_script_with_a_deepspeed_file_changes_one_import(tmp_path):
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(DEEPSPEED))
+    made = trainer(arguments(tmp_path, deepspeed=str(file), gradient_accumulation_steps=2))
+    plan = made.model.zgraph.plan
+    assert isinstance(made, zgraph.hf.Trainer) and isinstance(made, transformers.Trainer)
+    assert (plan.zero, plan.bucket.reduce, plan.param_persistence_threshold) == (
+        3,
+        16 * 16 * 4,
+        160,
+    )  # (16 is the hidden size)
+    assert (plan.optimizer.name, plan.optimizer.lr, plan.backend) == ("AdamW", 1e-2, "eager")
+    assert made.args.plan == str(file) and made.args.deepspeed is None and not made.is_deepspeed_enabled
+    made.train()
+    options = {"eval_strategy": "no", "save_strategy": "no", "lengths": ONE, "gradient_accumulation_steps": 2}
+    plain, _ = trained("gpt2", str(tmp_path), None, steps=4, **options)
+    for mine, other in zip(history(made), plain, strict=True):
+        assert mine == pytest.approx(other, rel=1e-5, abs=1e-6)
+
+
+def test_the_plan_may_be_given_in_other_ways(tmp_path):
+    eager = zgraph.Plan(zero=2, backend="eager")
+    eager.save(tmp_path / "plan.toml")
+    for plan in (eager, tmp_path / "plan.toml", {"zero": 2, "backend": "eager"}, '{"zero": 2, "backend": "eager"}'):
+        args = arguments(tmp_path, plan=plan)
+        json.loads(args.to_json_string())  # (as loggers do)
+        assert trainer(args).model.zgraph.plan.zero == 2
+    made = trainer(arguments(tmp_path), plan=zgraph.Plan(zero=1, backend="eager"))
+    assert made.model.zgraph.plan.zero == 1
+    assert trainer(arguments(tmp_path)).model.zgraph.plan.zero == zgraph.Plan().zero
+    args = transformers.HfArgumentParser(zgraph.hf.TrainingArguments).parse_args_into_dataclasses(
+        ["--output_dir", str(tmp_path), "--use_cpu", "--plan", "plan.toml"]
+    )[0]
+    assert args.plan == "plan.toml"
+
+
+def test_a_subclass_is_attached_once_its_constructor_is_through(tmp_path):
+    class Mine(zgraph.hf.Trainer):
+        def __init__(self, *args, decay, **options):
+            super().__init__(*args, **options)
+            self.decay = decay
+
+        def create_optimizer(self, *args):
+            self.args.weight_decay = self.decay
+            return super().create_optimizer(*args)
+
+    made = trainer(arguments(tmp_path, plan={"backend": "eager"}), cls=Mine, decay=0.25)
+    assert isinstance(made, Mine) and made.model.zgraph.plan.optimizer.weight_decay == 0.25
+
+
+def test_arguments_with_a_plan_do_not_train_without_it(tmp_path):
+    args = arguments(tmp_path, plan={"backend": "eager"})
+    with pytest.raises(PlanError, match="would train without it"):
+        trainer(args, transformers.Trainer).train()
+    attached = zgraph.hf.attach(trainer(args, transformers.Trainer))  # (its plan is that of the arguments)
+    assert attached.train().global_step == 4
+
+
+def test_two_plans_are_refused(tmp_path):
+    with pytest.raises(PlanError, match="both say how to train"):
+        arguments(tmp_path, plan="plan.toml", deepspeed="ds.json")
+    with pytest.raises(PlanError, match="there are two plans"):
+        trainer(arguments(tmp_path, plan={"zero": 2}), plan=zgraph.Plan(zero=1))
+
+
+def test_arguments_of_transformers_with_a_deepspeed_file_are_told_what_to_change(tmp_path):
+    args = arguments(tmp_path)
+    args.deepspeed = "ds.json"  # (as transformers' own class has it after its constructor)
+    with pytest.raises(PlanError, match=r"from zgraph\.hf import TrainingArguments"):
+        trainer(args)
+
+
+def test_a_second_attach_of_a_trainer_that_is_attached_by_its_class(tmp_path):
+    made = trainer(arguments(tmp_path, plan={"backend": "eager"}))
+    with pytest.raises(ModelError, match="attached already"):
+        zgraph.hf.attach(made)
+
+
+def test_transformers_is_loaded_at_first_use_alone():
+    code = "import sys, zgraph.hf; assert 'transformers' not in sys.modules; zgraph.hf.Trainer; assert 'transformers' in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
