@@ -5,6 +5,7 @@ import json
 import os
 import shlex
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -19,9 +20,10 @@ import zgraph.launch.run as runs
 from zgraph.cli.app import app
 from zgraph.errors import MeshError
 from zgraph.launch.bind_cores import cores_of, share_of
-from zgraph.launch.commands import Job, carried, torchrun
+from zgraph.launch.commands import Job, carried, losses_of, torchrun
 from zgraph.launch.environment import of_files, passed_on, read
 from zgraph.launch.hosts import chosen, limited, read_hostfile
+from zgraph.launch.rank_deaths import Death, Deaths
 
 HOSTS = {"worker-1": [0, 1], "worker-2": [0, 1, 2, 3], "worker-3": [0]}
 
@@ -164,13 +166,23 @@ def test_ranks_share_out_cores():
     with pytest.raises(MeshError, match="1 cores are too few for 2 ranks"):
         share_of([0], 0, 2)
     line = torchrun(Job(["m.train", "--lr", "1"], {"a": [0, 1]}, "a", module=True, cores="0-3"), 0)
-    assert line[-7:] == ["--module", "zgraph.launch.bind_cores", "--module", "0-3", "m.train", "--lr", "1"]
+    words = [
+        "zgraph.launch.watch_rank",
+        "--module",
+        "zgraph.launch.bind_cores",
+        "--module",
+        "0-3",
+        "m.train",
+        "--lr",
+        "1",
+    ]
+    assert line[-9:] == ["--module", *words]
 
 
 # -- runs -------------------------------------------------------------------------------------------------------------------
 SCRIPT = """
-import json, os, sys, time
-import torch.distributed as dist
+import json, os, signal, sys, time
+import torch, torch.distributed as dist
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 print(json.dumps({k: os.environ.get(k) for k in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MINE", "NODE")}), flush=True)
@@ -178,8 +190,23 @@ dist.barrier()
 if "--die" in sys.argv:
     if rank == 2:
         print("rank 2 has a fault", flush=True)
+        open("fault", "w").close()
         os._exit(7)
-    time.sleep(120)
+    if rank == 3:  # (which keeps torchrun on the machine of rank 2 waiting)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(300)
+    dist.all_reduce(torch.ones(1))
+"""
+
+PDSH = """#!/bin/bash
+shift 4; host=$1
+NODE=$1 bash -c "$2" 2>&1 | sed -u "s/^/$host: /"
+exit ${PIPESTATUS[0]}
+"""
+ALL_NODES = """#!/bin/bash
+while [[ $1 != bash ]]; do shift; done
+for node in 0 1; do %s=$node NODE=n$node "$@" & done
+for node in 0 1; do wait -n || { code=$?; kill $(jobs -p); wait; exit $code; }; done
 """
 
 
@@ -194,7 +221,11 @@ def machines(tmp_path, monkeypatch):
         '[[ $1 == away ]] && { echo "ssh: connect to host away: No route to host" >&2; exit 255; }\n'
         'export NODE=$1; exec bash -c "$2"\n'
     )
-    binary.chmod(binary.stat().st_mode | stat.S_IEXEC)
+    (binary.parent / "pdsh").write_text(PDSH)
+    (binary.parent / "srun").write_text(ALL_NODES % "SLURM_NODEID")
+    (binary.parent / "mpirun").write_text(ALL_NODES % "OMPI_COMM_WORLD_RANK")
+    for program in binary.parent.iterdir():
+        program.chmod(program.stat().st_mode | stat.S_IEXEC)
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / ".deepspeed_env").write_text("MINE=here\n")
     hostfile(tmp_path, "127.0.0.1 slots=1\nn2 slots=2\nn3 slots=1\naway slots=1\nmute slots=1\n")
@@ -238,14 +269,36 @@ def test_ranks_run_on_three_machines(machines):
     assert all(r["WORLD_SIZE"] == "4" and r["MINE"] == "here" for r in found)
 
 
+TWO = ["--hostfile", "two", "--master_addr", "127.0.0.1"]
+
+
 @pytest.mark.slow  # (four ranks import torch)
-def test_a_rank_that_dies_ends_the_job_on_all_machines_and_is_shown(machines):
-    done, seconds = machines(
-        "--hostfile", "hostfile", "--exclude", "away@mute", "--master_port", "29672", "script.py", "--die"
+@pytest.mark.parametrize(
+    "options, where",
+    [
+        (TWO, "n1"),
+        ([*TWO, "--launcher", "pdsh"], "n1"),
+        ([*TWO, "--launcher", "slurm"], None),
+        ([*TWO, "--launcher", "openmpi"], None),
+        ([*TWO, "--enable_each_rank_log", "logs"], "n1"),
+        (["--num_gpus", "4"], None),
+    ],
+    ids=["ssh", "pdsh", "slurm", "openmpi", "logs", "one machine"],
+)
+def test_a_rank_that_dies_ends_the_job_on_all_machines_and_is_shown_first(machines, tmp_path, options, where):
+    (tmp_path / "two").write_text("n0 slots=2\nn1 slots=2\n")
+    port = 29680 + sum(map(len, options))
+    done, _ = machines(*options, "--master_port", str(port), "script.py", "--die", limit=300)
+    assert done.returncode == 7, done.stdout + done.stderr
+    assert time.time() - (tmp_path / "fault").stat().st_mtime < 60
+    before, last = done.stdout.split("zgraph launch: rank 2", 1)
+    local = 2 if "--num_gpus" in options else 0
+    assert last.startswith(
+        f" (local rank {local} on {where or socket.gethostname()}) ended with 7, and the job with it."
     )
-    assert done.returncode != 0 and seconds < 60
-    last = done.stdout[done.stdout.index("zgraph launch:") :]
-    assert last.startswith("zgraph launch: n2 ended with 1; the others were ended") and "exitcode  : 7" in last
+    own, _, others = last.partition("zgraph launch: after it")
+    assert own.splitlines()[-1] == "    rank 2 has a fault" and "rank 2 has a fault" in before
+    assert all("rank 0" in line or "rank 1" in line for line in others.splitlines()[1:]), "(those that had time to)"
 
 
 def test_a_machine_that_does_not_answer_is_named(machines):
@@ -304,6 +357,162 @@ def test_a_launcher_that_loses_its_terminal_ends_the_job(tmp_path):
         time.sleep(0.02)
     launcher.send_signal(signal.SIGHUP)
     assert launcher.wait(30) == 128 + signal.SIGHUP and not running((tmp_path / "pid").read_text().strip())
+
+
+# -- ranks that die ----------------------------------------------------------------------------------------------------------
+def watched(rank, text):
+    """A shell's script as a rank with its watcher, in a shell that goes on behind it where `text` says so (after a line "---")."""
+    inner, _, behind = text.partition("\n---\n")
+    words = [sys.executable, "-m", "zgraph.launch.watch_rank", "--no_python", "bash", "-c", inner]
+    return ["bash", "-c", f"export RANK={rank} LOCAL_RANK=0; {shlex.join(words)}; code=$?; {behind}\nexit $code"]
+
+
+def told(tmp_path, *ranks, **how):
+    """(the exit code, what is shown, of which what is told at the end) of ranks on nodes n0, n1, …; `DEAD` is a file for them."""
+    dead, shown = shlex.quote(str(tmp_path / "dead")), io.StringIO()
+    lines = {f"n{rank}": watched(rank, text.replace("DEAD", dead)) for rank, text in enumerate(ranks)}
+    code = runs.run(lines, out=shown, **how)
+    text = shown.getvalue()
+    return code, text, text[text.find("zgraph launch: ") :]
+
+
+AFTERWARDS = "while [[ ! -e DEAD ]]; do sleep 0.02; done; sleep 0.3; "
+LATER = "while [[ ! -e DEAD2 ]]; do sleep 0.02; done; sleep 0.3"
+RAISES = "echo 'Traceback (most recent call last):' >&2; echo '{}' >&2; "
+
+
+@pytest.mark.parametrize(
+    "first, how",
+    [
+        ("echo a fault; touch DEAD; exit 7\n---\n" + LATER, "ended with 7"),
+        ("printf 'a fault'; touch DEAD; kill -KILL $$\n---\n" + LATER, "was ended by SIGKILL, as by the kernel"),
+        (RAISES.format("ValueError: a fault") + "touch DEAD; " + LATER + "; exit 1", "ended with 1"),
+    ],
+    ids=["its node ends last", "killed", "Python takes its time to end"],
+)
+@pytest.mark.parametrize("says", ["RuntimeError: Connection closed by peer [127.0.0.1]:123", "ValueError: no data"])
+def test_the_rank_that_died_first_is_told_before_those_that_followed(tmp_path, first, how, says):
+    if how == "ended with 1":
+        says = f"Connection closed by peer, {says}"  # (else its death, which comes earlier, is the first that is known)
+    code, shown, last = told(tmp_path, AFTERWARDS + RAISES.format(says) + "exit 1\n---\ntouch DEAD2", first)
+    assert code == {"ended with 7": 7, "ended with 1": 1}.get(how, 137)
+    assert last.startswith(f"zgraph launch: rank 1 (local rank 0 on n1) {how}") and "and the job with it" in last
+    own, others = last.split("zgraph launch: after it\n")
+    assert own.splitlines()[-1].endswith("a fault") and says not in own
+    assert others == f"    rank 0 (local rank 0 on n0) ended with 1: {says}\n"
+    assert "a fault" in shown[: shown.index(last)] and f"n0: {says}" in shown
+    assert "zgraph launch: rank 1 died" not in shown and "rank 1|" not in shown
+
+
+def test_a_rank_that_lost_another_is_told_after_one_that_says_nothing_of_it(tmp_path):
+    """Also where it printed that first: what comes over the network has no order."""
+    lost = (
+        RAISES.format("torch.distributed.DistBackendError: ncclRemoteError: remote process exited")
+        + "touch DEAD; exit 1"
+    )
+    _, _, last = told(tmp_path, lost, AFTERWARDS + "echo a fault; exit 3")
+    assert last.startswith("zgraph launch: rank 1 (local rank 0 on n1) ended with 3") and "rank 0" in last
+
+
+def test_a_node_that_is_silent_of_its_ranks_is_told_where_all_others_lost_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "FOLLOWING", 30.0)
+    lost = RAISES.format("RuntimeError: Connection reset by peer") + "touch DEAD; exit 1\n---\nsleep 3"
+    lines = {"n0": watched(0, lost.replace("DEAD", f"{tmp_path}/dead")), "n1": ["bash", "-c", "sleep 1; exit 255"]}
+    shown = io.StringIO()
+    assert runs.run(lines, out=shown) == 255
+    assert "zgraph launch: n1 ended with 255, which is ssh's own" in shown.getvalue()
+
+
+def test_a_dead_ranks_job_ends_though_its_node_does_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "FOLLOWING", 0.3)
+    monkeypatch.setattr(runs, "PATIENCE", 0.3)
+    code, _, last = told(tmp_path, "trap 'echo ending' TERM; sleep 300", "echo a fault; exit 7\n---\nsleep 300")
+    assert code == 7 and last.startswith("zgraph launch: rank 1") and "after it" not in last
+
+
+def test_a_rank_that_is_asked_to_end_is_not_told(tmp_path):
+    script = "trap 'touch DEAD; exit 3' TERM; touch READY; while :; do sleep 0.02; done"
+    script = script.replace("DEAD", str(tmp_path / "dead")).replace("READY", str(tmp_path / "ready"))
+    words = [sys.executable, "-m", "zgraph.launch.watch_rank", "--no_python", "bash", "-c", script]
+    rank = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    while not (tmp_path / "ready").exists():
+        time.sleep(0.02)
+    os.killpg(rank.pid, signal.SIGTERM)  # (as torchrun does)
+    assert (
+        "zgraph launch" not in rank.communicate(timeout=60)[1] and rank.returncode == 3 and (tmp_path / "dead").exists()
+    )
+
+
+def test_a_rank_that_was_failing_when_it_was_asked_to_end_is_told_first(tmp_path):
+    """On one machine torchrun ends it, as soon as a rank that has missed it is faster to end."""
+    dead, out = f"{tmp_path}/dead", f"{tmp_path}/pid"
+    slow = watched(1, RAISES.format("ValueError: a fault") + f"echo $$ > {out}; touch {dead}; sleep 300")[-1]
+    lost = RAISES.format("RuntimeError: Connection closed by peer") + "exit 1"
+    lost = watched(0, AFTERWARDS.replace("DEAD", dead) + lost)[-1]
+    # (a shell in torchrun's place)
+    line = f"setsid bash -c {shlex.quote(slow)} & bash -c {shlex.quote(lost)}; kill -TERM -- -$(ps -o sid= -p $(cat {out})); wait; exit 1"
+    shown = io.StringIO()
+    assert runs.run({"n0": ["bash", "-c", line]}, out=shown) == 1
+    last = shown.getvalue()[shown.getvalue().index("zgraph launch: ") :]
+    assert "rank 1 (local rank 0 on" in last.splitlines()[0] and "was failing when it was ended" in last.splitlines()[0]
+    assert last.splitlines()[2] == "    ValueError: a fault" and "rank 0" in last
+
+
+def test_a_rank_ends_with_its_watcher(tmp_path):
+    words = [sys.executable, "-m", "zgraph.launch.watch_rank", "--no_python", "bash", "-c"]
+    watcher = subprocess.Popen([*words, f"echo $$ > {tmp_path}/pid; exec sleep 300"])
+    while not (tmp_path / "pid").exists() or not (pid := (tmp_path / "pid").read_text().strip()):
+        time.sleep(0.02)
+    watcher.kill()
+    watcher.wait()
+    limit = time.monotonic() + 30
+    while running(pid) and time.monotonic() < limit:
+        time.sleep(0.02)
+    assert not running(pid)
+
+
+def test_a_rank_passes_its_output_on_as_it_comes(tmp_path):
+    """Bytes and halves of lines too; what a process that it leaves behind holds open does not keep its watcher waiting."""
+    script = "printf '\\xff half'; sleep 0.3; printf '\\r100%%\\n'; echo err >&2; sleep 300 & exit 0"
+    words = [sys.executable, "-m", "zgraph.launch.watch_rank", "--no_python", "bash", "-c", script]
+    with open(tmp_path / "out", "wb") as out, open(tmp_path / "err", "wb") as err:
+        rank = subprocess.Popen(words, stdout=out, stderr=err, start_new_session=True)
+        assert rank.wait(60) == 0
+    os.killpg(rank.pid, signal.SIGKILL)
+    assert (tmp_path / "out").read_bytes() == b"\xff half\r100%\n" and (tmp_path / "err").read_bytes() == b"err\n"
+
+
+def test_reports_are_read_behind_prefixes_and_among_each_other():
+    deaths = Deaths()
+    reports = [
+        [
+            line.decode().rstrip("\n")
+            for line in Death(rank, 0, "h", attempt, 1, False, 0.0, [f"{rank} {n}" for n in range(3)]).report()
+        ]
+        for rank, attempt in ((4, 1), (5, 1), (6, 0))
+    ]
+    for lines in zip(*reports, strict=True):
+        for prefix, line in zip(("[default0]:", "n2: [default1]:", ""), lines, strict=True):
+            assert deaths.take("n2", prefix + line)
+    assert not deaths.take("n2", "zgraph launch: rank 4 is well")
+    assert [(death.rank, death.last, node) for death, node in deaths.in_order()] == [
+        (rank, [f"{rank} {n}" for n in range(3)], "n2") for rank in (4, 5)
+    ], "those of an earlier attempt are not told"
+    assert max(map(len, Death(0, 0, "h", 0, 1, False, 0.0, ["x" * 9999]).report())) < 4096
+
+
+@pytest.mark.parametrize("second, code", [("sleep 1.5", 0), ("sleep 0.5; exit 9", 9)])
+def test_an_elastic_job_goes_on_without_a_node(second, code):
+    shown = io.StringIO()
+    lines = {f"n{node}": ["bash", "-c", line] for node, line in enumerate(("exit 4", second, "sleep 1"))}
+    assert runs.run(lines, out=shown, losses=losses_of(Job(["x"], dict(HOSTS), "a", elastic="2:3"))) == code
+    assert "zgraph launch: n0 ended with 4; the job goes on without it" in shown.getvalue()
+    assert ("zgraph launch: n1 ended with 9; the others were ended" in shown.getvalue()) == bool(code)
+    for wrong in ("2", "0:3", "3:2", "a:b"):
+        with pytest.raises(MeshError, match="is no range of nodes"):
+            losses_of(Job(["x"], HOSTS, "a", elastic=wrong))
+    with pytest.raises(MeshError, match="mpirun ends all nodes when one fails"):
+        carried(Job(["x"], {"a": [0], "b": [0]}, "a", elastic="1:2"), "openmpi")
 
 
 def test_a_program_that_is_not_there_is_named_and_nothing_is_left(tmp_path):

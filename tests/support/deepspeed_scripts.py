@@ -105,12 +105,12 @@ def run(name: str, system: str, *args: Any) -> list[float]:
         return module.main(*args)
 
 
-def run_in_bf16(name: str, system: str) -> list[float]:
+def run_in_bf16(name: str, system: str, *args: Any) -> list[float]:
     """What an example's `main` returns whose models are bf16, and get rows in bf16."""
     module, system_module, change = script(name, system)
     low = {"bf16": {"enabled": True}}
     with rows_in_bf16(system_module.DeepSpeedEngine), initializing(system_module, lambda given: change(given) | low):
-        return module.main()
+        return module.main(*args)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import typer
 from zgraph.errors import MeshError
 from zgraph.launch import environment
 from zgraph.launch.bind_cores import ALL
-from zgraph.launch.commands import Job, carried, torchrun
+from zgraph.launch.commands import Job, carried, losses_of, torchrun
 from zgraph.launch.hosts import Hosts, chosen, limited, read_hostfile
 from zgraph.launch.run import run
 
@@ -80,8 +80,8 @@ def launch(
 ) -> None:
     """Start a script on ranks: torchrun on each machine of a hostfile, or on this one.
 
-    When a rank dies all nodes end within seconds, and what its node printed last is shown. Variables of files (.deepspeed_env, or DS_ENV_FILE) and
-    those that begin with NCCL, GLOO, TORCH, OMP, PYTHON, … are passed on.
+    When a rank dies all nodes end within seconds, and what that rank printed last is shown first. Variables of files (.deepspeed_env, or
+    DS_ENV_FILE) and those that begin with NCCL, GLOO, TORCH, OMP, PYTHON, … are passed on.
     """
     if module and no_python:
         raise MeshError("--module and --no_python are given together", hint="give one of them")
@@ -106,7 +106,7 @@ def launch(
         (bind_core_list or ALL) if bind_cores_to_rank else None,
     )
     own = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, next(iter(hosts.values()))))} if alone and not whole else {}
-    lines = carried(job, launcher.lower(), ssh_port)
+    lines, losses = carried(job, launcher.lower(), ssh_port), losses_of(job)
     if alone:
         lines = {socket.gethostname(): torchrun(job, 0)}
     variables = {**job.variables, **own} if alone else {}
@@ -115,7 +115,7 @@ def launch(
         for line in lines.values():
             typer.echo(shlex.join([*(["env", *new] if new else []), *line]))
         return
-    raise typer.Exit(run(lines, variables))
+    raise typer.Exit(run(lines, variables, losses=losses))
 
 
 def _hosts(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -9,7 +10,9 @@ from dataclasses import dataclass, field
 
 from zgraph.errors import MeshError
 from zgraph.launch.hosts import Hosts
+from zgraph.launch.run import Losses
 
+_ELASTIC = re.compile(r"(\d+):(\d+)")
 CARRIERS = ("ssh", "pdsh", "slurm", "openmpi")
 CONNECT_SECONDS = 15  # within which a node has to answer
 
@@ -32,6 +35,18 @@ class Job:
     slots_are_chosen: bool = False  # only some slots of a machine are used: its ranks see these devices only
     local_rank: bool = False  # the script gets `--local_rank=N`: see `zgraph.launch.local_rank`
     cores: str | None = None  # the cores that ranks share ("0-7", or "all"): see `zgraph.launch.bind_cores`
+
+
+def losses_of(job: Job) -> Losses:
+    """Return what the job may lose and go on. Raises `MeshError` for an `elastic` that is no MIN:MAX."""
+    if job.elastic is None:
+        return Losses(ranks=job.max_restarts > 0)
+    match = _ELASTIC.fullmatch(job.elastic)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise MeshError(
+            f"{job.elastic!r} is no range of nodes", where="--elastic", hint="MIN:MAX, such as 2:4, with MIN at least 1"
+        )
+    return Losses(max(len(job.hosts) - int(match[1]), 0), job.max_restarts > 0)
 
 
 def torchrun(job: Job, node: int | str) -> list[str]:
@@ -60,7 +75,7 @@ def torchrun(job: Job, node: int | str) -> list[str]:
         kind, command = ["--module"], ["zgraph.launch.local_rank", *kind, *command]
     if job.cores is not None:
         kind, command = ["--module"], ["zgraph.launch.bind_cores", *kind, job.cores, *command]
-    return [*line, *kind, *command]
+    return [*line, "--module", "zgraph.launch.watch_rank", *kind, *command]
 
 
 def remote(job: Job, node: int | str) -> str:
@@ -96,6 +111,13 @@ def carried(job: Job, carrier: str, ssh_port: int | None = None) -> dict[str, li
         return {host: [*line, host, remote(job, at)] for at, host in enumerate(names)}
     if carrier == "slurm":
         line = ["srun", "--nodes", str(len(names)), "--ntasks-per-node", "1", "--nodelist", ",".join(names)]
-        return {"srun": [*line, "--kill-on-bad-exit=1", "bash", "-c", remote(job, "$SLURM_NODEID")]}
+        together = f"--kill-on-bad-exit={int(job.elastic is None)}"
+        return {"srun": [*line, together, "bash", "-c", remote(job, "$SLURM_NODEID")]}
+    if job.elastic is not None:
+        raise MeshError(
+            "mpirun ends all nodes when one fails",
+            where="--elastic with --launcher openmpi",
+            hint="--launcher ssh, pdsh or slurm",
+        )
     line = ["mpirun", "-np", str(len(names)), "--host", ",".join(names), "--map-by", "ppr:1:node"]
     return {"mpirun": [*line, "bash", "-c", remote(job, "$OMPI_COMM_WORLD_RANK")]}

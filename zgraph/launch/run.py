@@ -1,4 +1,4 @@
-"""Running the command lines of a job side by side: their output is shown, and when one fails all of them are stopped, with
+"""Running the command lines of a job side by side: their output is shown, and when one fails, or a rank dies, all of them are stopped, with
 all that they have started."""
 
 from __future__ import annotations
@@ -12,24 +12,53 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import IO, TextIO
 
 from zgraph.errors import MeshError
 from zgraph.launch.process_tree import mark, send, tree
+from zgraph.launch.rank_deaths import Death, Deaths
 
 KEPT = 25  # lines of a failed node's output that are shown again
+FOLLOWING = (
+    5.0  # seconds in which a dead rank's node ends by itself, and in which the rank that others have lost is told of
+)
 PATIENCE = 10.0  # seconds between SIGTERM and SIGKILL
 KILLED = 5.0  # seconds in which what got SIGKILL is gone; longer in the kernel alone (a disk that does not answer)
 UNREACHABLE = 255  # ssh's exit code if it could not connect
 
 
+@dataclass(frozen=True)
+class Losses:
+    """What a job may lose and go on."""
+
+    nodes: int = 0  # so many nodes may fail: torchrun goes on with the others
+    ranks: bool = False  # ranks may die: torchrun starts all of them again
+
+
+NO_LOSSES = Losses()
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """Where the output of nodes goes."""
+
+    out: TextIO  # all that is shown
+    several: bool  # lines begin with their node's name
+    deaths: Deaths  # reports of dead ranks are gathered here, and not shown as they come
+
+    def write(self, text: str) -> None:
+        self.out.write(f"{text}\n")
+        self.out.flush()
+
+
 class _Node:
     """A running command line, in its own process group."""
 
-    def __init__(self, name: str, line: Sequence[str], variables: Mapping[str, str], out: TextIO, prefix: bool) -> None:
+    def __init__(self, name: str, line: Sequence[str], variables: Mapping[str, str], shown: _Shown) -> None:
         self.name = name
         self.last: collections.deque[str] = collections.deque(maxlen=KEPT)
-        self._out, self._prefix = out, f"{name}: " if prefix else ""
+        self._shown = shown
         self._mark = mark()
         self.process = subprocess.Popen(
             list(line),
@@ -48,9 +77,9 @@ class _Node:
     def _read(self, lines: IO[str]) -> None:
         for line in lines:
             text = line.rstrip("\r\n")
-            self.last.append(text)
-            self._out.write(f"{self._prefix}{text}\n")
-            self._out.flush()
+            if not self._shown.deaths.take(self.name, text):
+                self.last.append(text)
+                self._shown.write(f"{self.name}: {text}" if self._shown.several else text)
 
     def left(self) -> set[int]:
         """Return the processes of the command that still run: itself, and all that it has started."""
@@ -67,37 +96,47 @@ class _Node:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGTERM)
 
+    def how(self) -> str:
+        """Return how the command ended, which is over."""
+        code = self.process.returncode
+        if code == UNREACHABLE:
+            return f"ended with {code}, which is ssh's own: the node did not answer, or refused the key"
+        return f"was ended by signal {-code}" if code < 0 else f"ended with {code}"
+
     def finish(self) -> None:
         self._reader.join(timeout=2.0)
 
 
 def run(
-    lines: Mapping[str, Sequence[str]], variables: Mapping[str, str] | None = None, out: TextIO | None = None
+    lines: Mapping[str, Sequence[str]],
+    variables: Mapping[str, str] | None = None,
+    out: TextIO | None = None,
+    losses: Losses = NO_LOSSES,
 ) -> int:
-    """Run command lines, by their names, until all have ended; return the exit code of the first that failed, else 0.
+    """Run command lines, by their names, until all have ended; return 0, or the exit code of the rank or else of the node that failed first.
 
-    When one fails, or this process is interrupted (SIGINT, SIGTERM, SIGHUP, unless it ignores them), the others get SIGTERM, and SIGKILL
-    `PATIENCE` seconds later, with all that they have started, which a command that has ended already may have left. The last output of the
-    failed one is shown again, with its name. Raises `MeshError` for a line whose program is not there.
+    When more is lost than `losses` allow, or this process is interrupted (SIGINT, SIGTERM, SIGHUP, unless it ignores them), the others get
+    SIGTERM, and SIGKILL `PATIENCE` seconds later, with all that they have started, which a command that has ended already may have left. The last
+    lines of the rank that died first are shown again, before what followed of it; of a node where no rank says that it died, the node's. Raises
+    `MeshError` for a line whose program is not there.
     """
-    shown = out or sys.stdout
+    shown = _Shown(out or sys.stdout, len(lines) > 1, Deaths())
     nodes: list[_Node] = []
     stopped: list[int] = []
     wanted = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
     handlers = {n: signal.signal(n, lambda number, _: stopped.append(number)) for n in wanted}
     try:
         for name, line in lines.items():
-            nodes.append(_Node(name, line, variables or {}, shown, len(lines) > 1))
-        failed = _first_failure(nodes, stopped)
+            nodes.append(_Node(name, line, variables or {}, shown))
+        failed = _first_failure(nodes, stopped, shown, losses)
         if failed is None and not stopped:
             return 0
         _end(nodes)
         if failed is None:
             return 128 + stopped[0]
-        failed.finish()
-        code = failed.process.returncode
-        _tell(failed, code, shown)
-        return code if code > 0 else 128 - code
+        for node in nodes:
+            node.finish()
+        return _tell(failed, shown)
     except OSError as error:
         _end(nodes)
         raise MeshError(
@@ -108,16 +147,28 @@ def run(
             signal.signal(number, handler)
 
 
-def _first_failure(nodes: Sequence[_Node], stopped: Sequence[int]) -> _Node | None:
-    """Wait for and return the first node that fails; None if all succeed, or this process is interrupted."""
+def _first_failure(nodes: Sequence[_Node], stopped: Sequence[int], shown: _Shown, losses: Losses) -> _Node | None:
+    """Wait for and return the first node whose failure, or whose rank's, ends the job; None if all succeed, or this process is interrupted."""
+    failed: list[_Node] = []
+    limit = None  # when the job is ended, if it has not by itself
     while not stopped:
-        codes = [node.process.poll() for node in nodes]
-        failed = next((node for node, code in zip(nodes, codes, strict=True) if code), None)
-        if failed is not None or all(code is not None for code in codes):
+        running = [node for node in nodes if node.process.poll() is None]
+        for node in nodes:
+            if node.process.returncode and node not in failed:
+                failed.append(node)
+                if len(failed) <= losses.nodes:
+                    shown.deaths.forget(node.name)
+                    shown.write(f"zgraph launch: {node.name} {node.how()}; the job goes on without it")
+        over, deaths = len(failed) > losses.nodes, shown.deaths.in_order()
+        if not running:
             for node in nodes:
-                if node.process.returncode is not None:
-                    node.finish()
-            return failed
+                node.finish()
+            return failed[losses.nodes] if over else None
+        if over or (deaths and not losses.ranks):
+            limit = limit or time.monotonic() + FOLLOWING
+            missing = deaths and deaths[0][0].followed()  # (the rank that all of these have lost)
+            if (over and not missing) or time.monotonic() > limit:
+                return failed[losses.nodes] if over else next(node for node in nodes if node.name == deaths[0][1])
         time.sleep(0.05)
     return None
 
@@ -136,10 +187,33 @@ def _end(nodes: Sequence[_Node]) -> None:
         node.process.poll()
 
 
-def _tell(node: _Node, code: int, out: TextIO) -> None:
-    how = f"was ended by signal {-code}" if code < 0 else f"ended with {code}"
-    if code == UNREACHABLE:
-        how += ", which is ssh's own: the node did not answer, or refused the key"
-    out.write(f"zgraph launch: {node.name} {how}; the others were ended. It printed last:\n")
-    out.write("".join(f"    {line}\n" for line in node.last))
-    out.flush()
+def _tell(failed: _Node, shown: _Shown) -> int:
+    """Show what failed first and what it printed last, then what followed; return its exit code."""
+    deaths = shown.deaths.in_order()
+    # (where all ranks that died say that they have lost another, it is on a node that says nothing of its ranks)
+    if not deaths or (deaths[0][0].followed() and failed.name not in (node for _, node in deaths)):
+        return _tell_of_a_node(failed, shown)
+    first, node = deaths[0]
+    shown.write(f"zgraph launch: {_name(first, node, shown)} {first.how()}, and the job with it. It printed last:")
+    for line in first.last:
+        shown.write(f"    {line}")
+    if deaths[1:]:
+        shown.write("zgraph launch: after it")
+    for death, node in deaths[1:]:
+        shown.write(f"    {_name(death, node, shown)} {death.how()}: {death.last[-1] if death.last else 'no output'}")
+    return 1 if first.asked else _exit_code(first.code)
+
+
+def _name(death: Death, node: str, shown: _Shown) -> str:
+    return f"rank {death.rank} (local rank {death.local_rank} on {node if shown.several else death.host})"
+
+
+def _tell_of_a_node(node: _Node, shown: _Shown) -> int:
+    shown.write(f"zgraph launch: {node.name} {node.how()}; the others were ended. It printed last:")
+    for line in node.last:
+        shown.write(f"    {line}")
+    return _exit_code(node.process.returncode)
+
+
+def _exit_code(code: int) -> int:
+    return code if code > 0 else 128 - code
