@@ -701,6 +701,19 @@ def test_arguments_have_the_local_rank(monkeypatch):
 
 
 # -- bad calls --------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "section, dtype",
+    [
+        ({}, torch.float32),
+        ({"bf16": {"enabled": True}}, torch.bfloat16),
+        ({"bf16": {"enabled": True}, "communication_data_type": "fp32"}, torch.float32),
+    ],
+)
+def test_an_engine_says_in_which_dtype_it_reduces(section, dtype):
+    engine, *_ = deepspeed.initialize(model=net(), config={**CONFIG, **section})
+    assert engine.communication_data_type is dtype
+
+
 def test_what_is_the_models_is_the_engines():
     model = net()
     model.remark = "here"

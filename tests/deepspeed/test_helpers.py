@@ -27,7 +27,7 @@ from zgraph.deepspeed.pipe import (
     ProcessTopology,
     TiedLayerSpec,
 )
-from zgraph.deepspeed.pipe.topology import PipelineParallelGrid
+from zgraph.deepspeed.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid
 from zgraph.deepspeed.profiling.flops_profiler import FlopsProfiler
 from zgraph.errors import MeshError, ModelError, PlanError, StepError, UnsupportedError
 
@@ -295,6 +295,39 @@ def test_collectives_are_torchs_and_are_measured(two):
         assert measured["straggler_analysis"]["mine"] >= 0
 
 
+def collectives_by_name():
+    """What collectives give whose arguments have DeepSpeed's names."""
+    rank, whole = float(comm.get_rank()), torch.empty(4)
+    comm.all_gather_into_tensor(output_tensor=whole, tensor=torch.full((2,), rank))
+    parts, ours = [torch.empty(2), torch.empty(4)], torch.empty(2)
+    comm.all_gather_coalesced(output_tensors=parts, input_tensors=[torch.full((1,), rank), torch.full((2,), rank)])
+    late = [torch.empty(2)]
+    comm.all_gather_coalesced(late, [torch.full((1,), rank)], async_op=True).wait()
+    comm.reduce_scatter_fn(output_tensor=ours, tensor=torch.arange(4.0))
+    swapped = torch.empty(2)
+    comm.all_to_all_single(output=swapped, tensor=torch.full((2,), rank))
+    return [t.tolist() for t in (whole, *parts, *late, ours, swapped)]
+
+
+def test_collectives_take_deepspeeds_names(two):
+    shared = [[0.0, 0.0, 1.0, 1.0], [0.0, 1.0], [0.0, 0.0, 1.0, 1.0], [0.0, 1.0]]
+    assert two.run(collectives_by_name) == [[*shared, ours, [0.0, 1.0]] for ours in ([0.0, 2.0], [4.0, 6.0])]
+
+
+def groups_of_a_grid():
+    """The ranks of each group of a grid of two stages, and a sum over the pipeline."""
+    grid = PipelineParallelGrid(PipeDataParallelTopology(num_pp=2, num_dp=1))
+    groups = [grid.get_pipe_parallel_group(), grid.get_data_parallel_group(), grid.get_model_parallel_group()]
+    total = torch.ones(1) + grid.get_stage_id()
+    comm.all_reduce(total, group=grid.get_pipe_parallel_group())
+    assert groups[0] is groups[2] is grid.get_pipe_parallel_group()
+    return [comm.get_all_ranks_from_group(group) for group in groups], total.item(), grid.is_first_stage
+
+
+def test_a_grid_has_process_groups(two):
+    assert two.run(groups_of_a_grid) == [([[0, 1], [rank], [0, 1]], 3.0, not rank) for rank in range(2)]
+
+
 def test_nccl_without_a_gpu_is_gloo_and_says_so(caplog, monkeypatch):
     if torch.cuda.is_available() or dist.is_initialized():
         dist.destroy_process_group() if dist.is_initialized() else pytest.skip("there is a GPU")
@@ -403,8 +436,11 @@ def test_topologies_are_deepspeeds():
     assert topology.get_axis_comm_lists("pipe")[0] == [0, 6] and topology.filter_match(pipe=0, data=1) == [2, 3]
     assert topology.get_axis_list("model", 1) == [1, 3, 5, 7, 9, 11] and topology.get_rank_repr(7) == "model_01"
     grid = PipelineParallelGrid(topology, rank=7)
-    assert (grid.get_stage_id(), grid.get_data_parallel_id(), grid.get_model_parallel_rank()) == (1, 0, 1)
-    assert grid.stage_to_global(0) == 1
+    assert (grid.get_stage_id(), grid.get_data_parallel_id(), grid.get_slice_parallel_rank()) == (1, 0, 1)
+    assert grid.stage_to_global(0) == 1 and grid.topology() is topology
+    # (all ranks that have one copy of the model: stages and divided weights)
+    assert (grid.get_model_parallel_rank(), grid.get_model_parallel_world_size()) == (3, 4)
+    assert (grid.dp_group, grid.pp_group, grid.slice_group) == ([7, 9, 11], [1, 7], [6, 7])
     with pytest.raises(MeshError, match="name each axis"):
         topology.get_rank(pipe=0)
     with pytest.raises(MeshError, match="one size for each axis"):

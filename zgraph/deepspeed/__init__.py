@@ -17,6 +17,7 @@ from zgraph.deepspeed.translate import plan, report, usual_world
 
 if TYPE_CHECKING:
     from zgraph.deepspeed import accelerator, checkpoint, checkpointing, comm, ops, pipe, runtime, utils, zero
+    from zgraph.deepspeed import comm as dist
     from zgraph.deepspeed.accelerator import get_accelerator
     from zgraph.deepspeed.arguments import add_config_arguments
     from zgraph.deepspeed.comm import init_distributed
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from zgraph.deepspeed.pipe.module import PipelineModule
     from zgraph.deepspeed.runtime.base_optimizer import DeepSpeedOptimizer, ZeROOptimizer
     from zgraph.deepspeed.runtime.config import DeepSpeedConfigError
-    from zgraph.deepspeed.utils.logging import log_dist
+    from zgraph.deepspeed.utils.logging import log_dist, logger
 
 __all__ = [
     "DeepSpeedConfigError",
@@ -43,12 +44,14 @@ __all__ = [
     "checkpointing",
     "comm",
     "communication",
+    "dist",
     "elastic",
     "get_accelerator",
     "init_distributed",
     "init_inference",
     "initialize",
     "log_dist",
+    "logger",
     "offloading",
     "ops",
     "pipe",
@@ -74,6 +77,7 @@ _NAMES = {
     "get_accelerator": "zgraph.deepspeed.accelerator",
     "init_inference": "zgraph.deepspeed.on_device",
     "log_dist": "zgraph.deepspeed.utils.logging",
+    "logger": "zgraph.deepspeed.utils.logging",
     "tp_model_init": "zgraph.deepspeed.on_device",
     "DeepSpeedEngine": "zgraph.deepspeed.engine",
     "PipelineEngine": "zgraph.deepspeed.pipe.engine",
@@ -85,7 +89,32 @@ _NAMES = {
 _MODULES = ("accelerator", "checkpoint", "checkpointing", "comm", "ops", "pipe", "runtime", "utils", "zero")
 
 
+# What DeepSpeed has and a script may ask for, and what to do without it.
+_ABSENT = {
+    **dict.fromkeys(
+        ("moe", "InferenceEngine", "inference", "module_inject"), "zgraph compiles training steps of dense models"
+    ),
+    **dict.fromkeys(
+        ("DeepSpeedHybridEngine", "DeepSpeedInferenceConfig"), "generate with the model that save_16bit_model writes"
+    ),
+    **dict.fromkeys(("DeepSpeedTransformerLayer", "DeepSpeedTransformerConfig"), "a layer of torch's is compiled"),
+    **dict.fromkeys(
+        ("DualPipeVModule", "DualPipeVEngine"), 'the schedule of a plan: "zgraph": {"schedule": "dualpipev"}'
+    ),
+    "sequence": '"sequence_parallel_size" in the configuration divides any attention',
+    "linear": "LoRA is PEFT's, in a compiled model",
+    "autotuning": "zgraph plan --search tries plans",
+    "elasticity": 'the section "elasticity" of the configuration, or zgraph.Elastic',
+    "DeepSpeedConfig": "zgraph.deepspeed.plan(config, world=N) gives the plan and the report",
+    "set_autotp_mode": '"tensor_parallel": {"autotp_size": N} in the configuration',
+}
+
+
 def __getattr__(name: str) -> Any:
+    if name == "dist":
+        return import_module(f"{__name__}.comm")
+    if name in _ABSENT:
+        raise AttributeError(f"zgraph.deepspeed has no {name}, which DeepSpeed has: {_ABSENT[name]}")
     if name in _MODULES:
         return import_module(f"{__name__}.{name}")
     if name in _NAMES:

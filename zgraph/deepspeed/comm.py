@@ -14,6 +14,7 @@ Calls of these functions are timed. The collectives of a compiled step run insid
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import os
 import sys
@@ -47,6 +48,7 @@ __all__ = [
     "ReduceOp",
     "all_gather",
     "all_gather_base",
+    "all_gather_coalesced",
     "all_gather_into_tensor",
     "all_gather_object",
     "all_reduce",
@@ -68,6 +70,8 @@ __all__ = [
     "get_world_group",
     "get_world_size",
     "has_all_gather_into_tensor",
+    "has_all_reduce_coalesced",
+    "has_coalescing_manager",
     "has_reduce_scatter_tensor",
     "inference_all_reduce",
     "init_distributed",
@@ -305,15 +309,16 @@ def _size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     return 0
 
 
-def _timed(function: Callable[..., Any]) -> Callable[..., Any]:
+def _timed(function: Callable[..., Any], **names: str) -> Callable[..., Any]:
     """Return one of torch's collectives with its calls logged while the log is on.
 
-    It takes DeepSpeed's own arguments as well: `log_name`, the name in the log; `prof`, log this call, whichever are logged; `debug`,
-    the caller's name in the log.
+    It takes DeepSpeed's own arguments as well: `names` are torch's for those that DeepSpeed calls otherwise. `log_name` is the name in the
+    log; `prof`, log this call, whichever are logged; `debug`, the caller's name in the log.
     """
 
     @functools.wraps(function)
     def run(*args: Any, prof: bool = False, log_name: str | None = None, debug: Any = None, **kwargs: Any) -> Any:
+        kwargs = {names.get(key, key): value for key, value in kwargs.items()}
         name = log_name or function.__name__
         if not (comms_logger.wants(name) or (prof and comms_logger.enabled)):
             return function(*args, **kwargs)
@@ -328,16 +333,19 @@ def _timed(function: Callable[..., Any]) -> Callable[..., Any]:
         comms_logger.add(name, _size(args, kwargs), time.perf_counter() - begin)
         return result
 
+    shown, signature = {ours: theirs for theirs, ours in names.items()}, inspect.signature(function)
+    parameters = [p.replace(name=shown.get(p.name, p.name)) for p in signature.parameters.values()]
+    run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return run
 
 
 all_gather = _timed(dist.all_gather)
-all_gather_into_tensor = _timed(dist.all_gather_into_tensor)
+all_gather_into_tensor = _timed(dist.all_gather_into_tensor, tensor="input_tensor")
 all_gather_object = _timed(dist.all_gather_object)
 all_reduce = _timed(dist.all_reduce)
 all_reduce_coalesced = _timed(dist.all_reduce_coalesced)
 all_to_all = _timed(dist.all_to_all)
-all_to_all_single = _timed(dist.all_to_all_single)
+all_to_all_single = _timed(dist.all_to_all_single, tensor="input")
 barrier = _timed(dist.barrier)
 batch_isend_irecv = _timed(dist.batch_isend_irecv)
 broadcast = _timed(dist.broadcast)
@@ -349,13 +357,38 @@ monitored_barrier = _timed(dist.monitored_barrier)
 recv = _timed(dist.recv)
 reduce = _timed(dist.reduce)
 reduce_scatter = _timed(dist.reduce_scatter)
-reduce_scatter_tensor = _timed(dist.reduce_scatter_tensor)
+reduce_scatter_tensor = _timed(dist.reduce_scatter_tensor, output_tensor="output", tensor="input")
 scatter = _timed(dist.scatter)
 send = _timed(dist.send)
 
+
+class _Works:
+    """Several collectives that are waited for as one."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+@_timed
+def all_gather_coalesced(
+    output_tensors: list[torch.Tensor], input_tensors: list[torch.Tensor], group: Any = None, async_op: bool = False
+) -> _Works | None:
+    """Gather each input into the output of its place; with `async_op`, return what has to be waited for."""
+    pairs = zip(output_tensors, input_tensors, strict=True)
+    works = _Works([dist.all_gather_into_tensor(whole, part, group, async_op=True) for whole, part in pairs])
+    if async_op:
+        return works
+    works.wait()
+    return None
+
+
 # (older names of these)
 all_gather_base = all_gather_into_tensor
-allgather_fn = all_gather_into_tensor
+allgather_fn = _timed(dist.all_gather_into_tensor)
 inference_all_reduce = all_reduce
 reduce_scatter_fn = reduce_scatter_tensor
 
@@ -400,4 +433,12 @@ def has_all_gather_into_tensor() -> bool:
 
 
 def has_reduce_scatter_tensor() -> bool:
+    return True
+
+
+def has_all_reduce_coalesced() -> bool:
+    return True
+
+
+def has_coalescing_manager() -> bool:
     return True

@@ -7,6 +7,10 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
+from zgraph.deepspeed.translate import DTYPES
+
 # The methods that return one key: (the key, DeepSpeed's default).
 _KEYS: dict[str, tuple[str, Any]] = {
     "gradient_allreduce_op": ("gradient_allreduce_op", "mean"),
@@ -48,7 +52,6 @@ _KEYS: dict[str, tuple[str, Any]] = {
     "zero_ignore_unused_parameters": ("zero_optimization.ignore_unused_parameters", True),
     "load_universal_checkpoint": ("checkpoint.load_universal", False),
     "use_node_local_storage": ("checkpoint.use_node_local_storage", False),
-    "communication_data_type": ("communication_data_type", None),
     "flops_profiler_enabled": ("flops_profiler.enabled", False),
     "flops_profiler_profile_step": ("flops_profiler.profile_step", 1),
     "flops_profiler_module_depth": ("flops_profiler.module_depth", -1),
@@ -116,6 +119,16 @@ class Settings:
     def zero_cpu_offload(self) -> bool:
         """Return whether the optimizer's states are in the host's memory."""
         return value_of(self.config, "zero_optimization.offload_optimizer.device") == "cpu"
+
+    @property
+    def communication_data_type(self) -> torch.dtype:
+        """The dtype in which gradients are reduced: the configuration's, else the model's."""
+        named = value_of(self.config, "communication_data_type")
+        if named is not None:
+            return getattr(torch, DTYPES[str(named).lower()])  # type: ignore[no-any-return]
+        if self.fp16_enabled():  # type: ignore[attr-defined]
+            return torch.float16
+        return torch.bfloat16 if self.bfloat16_enabled() else torch.float32  # type: ignore[attr-defined]
 
     def postscale_gradients(self) -> bool:
         return not value_of(self.config, "prescale_gradients", False)

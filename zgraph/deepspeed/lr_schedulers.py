@@ -117,9 +117,10 @@ class Scheduler:
         done = self.last_batch_iteration + 1
         return [record.at(done, *base) for record, base in zip(self._records, self._base, strict=True)]
 
-    def step(self, batch_iteration: int | None = None) -> None:
-        """Advance by one update, or to the update `batch_iteration`."""
-        self.last_batch_iteration = self.last_batch_iteration + 1 if batch_iteration is None else batch_iteration
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        """Advance by one update, or to the update `last_batch_iteration`."""
+        at = self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
+        self.last_batch_iteration = at
         self._set()
 
     def _set(self) -> None:
@@ -171,6 +172,10 @@ class OneCycle(Scheduler):
 
     record = records.OneCycle
 
+    def step(self, batch_iteration: int | None = None) -> None:
+        """Advance by one update, or to the update `batch_iteration`."""
+        super().step(batch_iteration)
+
     def get_mom(self) -> list[tuple[float, float]] | None:
         """Return Adam's betas of the groups at this point of the cycle; None if the schedule does not cycle them.
 
@@ -192,3 +197,7 @@ class LRRangeTest(Scheduler):
     """See `zgraph.plan.lr_schedules.LRRangeTest`."""
 
     record = records.LRRangeTest
+
+    def step(self, batch_iteration: int | None = None) -> None:
+        """Advance by one update, or to the update `batch_iteration`."""
+        super().step(batch_iteration)

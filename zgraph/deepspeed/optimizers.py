@@ -17,11 +17,11 @@ _TYPES: dict[str, tuple[str, dict[str, Any]]] = {
     "adam": ("AdamW", {"lr": 1e-3, "weight_decay": 0.0}),
     "adamw": ("AdamW", {"lr": 1e-3, "weight_decay": 0.0}),
     "adagrad": ("Adagrad", {"lr": 1e-2}),
-    "lamb": ("LAMB", {"lr": 1e-3}),
+    "lamb": ("LAMB", {"lr": 1e-3, "eps": 1e-8}),
     "onebitadam": ("OneBitAdam", {"lr": 1e-3}),
     "onebitlamb": ("OneBitLAMB", {"lr": 1e-3}),
     "zerooneadam": ("ZeroOneAdam", {"lr": 1e-3}),
-    "lion": ("Lion", {"lr": 1e-3, "betas": [0.9, 0.99]}),
+    "lion": ("Lion", {"lr": 1e-3, "betas": [0.9, 0.999]}),
     "sgd": ("SGD", {"lr": 1e-3}),
 }
 _WITHOUT = {
@@ -32,7 +32,16 @@ _WITHOUT = {
 }
 # Parameters with another name in DeepSpeed, by the plan's optimizer.
 _RENAMED = {name: {"freeze_step": "freeze_steps"} for name in ("OneBitAdam", "OneBitLAMB")}
-_IGNORED = ("torch_adam", "adam_w_mode", "fused", "foreach", "set_grad_none", "capturable", "differentiable")
+_IGNORED = (
+    "torch_adam",
+    "adam_w_mode",
+    "fused",
+    "foreach",
+    "set_grad_none",
+    "capturable",
+    "differentiable",
+    "fp32_optimizer_states",
+)
 _OF_ONE_BIT = (
     "cuda_aware",
     "comm_backend_name",
@@ -82,6 +91,13 @@ def _with_params(draft: Draft, name: str, defaults: dict[str, Any], params: dict
     if "max_grad_norm" in params:
         draft.refuse(
             "optimizer.params.max_grad_norm", "DeepSpeed refuses it too", '"gradient_clipping" of the configuration'
+        )
+        return
+    if params.get("fp32_optimizer_states", True) is not True:
+        draft.refuse(
+            "optimizer.params.fp32_optimizer_states",
+            "states are float32, unless the plan's precision says otherwise",
+            "leave it out; or optimizer_state of the plan's precision",
         )
         return
     record = getattr(optimizers, name)

@@ -6,9 +6,15 @@ from zgraph.plan.optimizers import Adagrad
 
 
 class DeepSpeedCPUAdagrad(BaseOptimizer):
-    """`DeepSpeedCPUAdagrad(params, lr=1e-2, eps=1e-10, weight_decay=0.0)`."""
+    """DeepSpeed's Adagrad, with its arguments in its order."""
 
-    DEFAULTS = {"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.0}  # noqa: RUF012
+    DEFAULTS = {  # noqa: RUF012
+        "lr": 1e-2,
+        "eps": 1e-10,
+        "weight_decay": 0.0,
+        "amsgrad": False,
+        "fp32_optimizer_states": True,
+    }
 
 
 register(DeepSpeedCPUAdagrad, Adagrad)

@@ -11,7 +11,7 @@ from zgraph.plan.optimizers import Adam
 
 
 class FusedAdam(BaseOptimizer):
-    """`FusedAdam(params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, adam_w_mode=True, weight_decay=0.0, amsgrad=False)`."""
+    """DeepSpeed's FusedAdam, with its arguments in its order."""
 
     DEFAULTS = {  # noqa: RUF012
         "lr": 1e-3,
@@ -21,6 +21,7 @@ class FusedAdam(BaseOptimizer):
         "adam_w_mode": True,
         "weight_decay": 0.0,
         "amsgrad": False,
+        "set_grad_none": True,
     }
 
     def __init__(self, params: Any, *values: Any, **named: Any) -> None:
@@ -47,6 +48,7 @@ class DeepSpeedCPUAdam(FusedAdam):
         "weight_decay": 0.0,
         "amsgrad": False,
         "adamw_mode": True,
+        "fp32_optimizer_states": True,
     }
 
 

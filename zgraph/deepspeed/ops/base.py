@@ -10,24 +10,43 @@ import torch
 from zgraph.errors import PlanError, StepError
 from zgraph.names import did_you_mean
 
+_WITHOUT_EFFECT = ("set_grad_none",)  # an argument that does not change the result of an update
+_ONLY = {  # arguments that can only have DeepSpeed's own value: (why, what to do)
+    "fp32_optimizer_states": (
+        "states are float32, unless a plan says otherwise",
+        "`optimizer_state` of the plan's precision",
+    ),
+    "eps_inside_sqrt": ("the plan's LAMB adds eps to the square root", "leave it out"),
+    "max_grad_norm": (
+        "the plan clips the gradients of all groups together",
+        '"gradient_clipping" in the configuration',
+    ),
+}
+
 
 class BaseOptimizer(torch.optim.Optimizer):
-    """Parameter groups with their numbers, for `initialize`. `DEFAULTS` are the numbers that a group may have, in
-    DeepSpeed's order; `HOW` are arguments that do not change the result of an update."""
+    """Parameter groups with their numbers, for `initialize`. `DEFAULTS` are the arguments and their values in DeepSpeed,
+    in DeepSpeed's order."""
 
     DEFAULTS: dict[str, Any] = {}  # noqa: RUF012 (each class has its own)
-    HOW: tuple[str, ...] = ("set_grad_none", "fp32_optimizer_states")
 
     def __init__(self, params: Any, *values: Any, **named: Any) -> None:
         known = list(self.DEFAULTS)
         if len(values) > len(known):
             raise PlanError(f"{type(self).__name__} takes {len(known)} numbers", hint=", ".join(known))
         given = dict(zip(known, values, strict=False)) | named
-        for name in given.keys() - {*known, *self.HOW}:
-            raise PlanError(
-                f"{type(self).__name__} has no argument {name!r}", where=name, hint=did_you_mean(name, known)
-            )
-        super().__init__(params, {**self.DEFAULTS, **{k: v for k, v in given.items() if k not in self.HOW}})
+        for name, value in given.items():
+            if name not in known:
+                raise PlanError(
+                    f"{type(self).__name__} has no argument {name!r}", where=name, hint=did_you_mean(name, known)
+                )
+            if name in _ONLY and value != self.DEFAULTS[name]:
+                why, hint = _ONLY[name]
+                raise PlanError(
+                    f"{type(self).__name__} does not support {name}={value!r}", where=name, why=why, hint=hint
+                )
+        numbers = {**self.DEFAULTS, **given}
+        super().__init__(params, {k: v for k, v in numbers.items() if k not in _ONLY and k not in _WITHOUT_EFFECT})
 
     def step(self, closure: Callable[[], Any] | None = None) -> NoReturn:  # type: ignore[override]
         """Raise `StepError`: an engine runs the steps."""

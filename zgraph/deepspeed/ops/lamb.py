@@ -6,16 +6,19 @@ from zgraph.plan.optimizers import LAMB
 
 
 class FusedLamb(BaseOptimizer):
-    """`FusedLamb(params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.0, max_coeff=10.0, min_coeff=0.01)`."""
+    """DeepSpeed's FusedLamb, with its arguments in its order."""
 
     DEFAULTS = {  # noqa: RUF012
         "lr": 1e-3,
         "bias_correction": True,
         "betas": (0.9, 0.999),
-        "eps": 1e-6,
+        "eps": 1e-8,
+        "eps_inside_sqrt": False,
         "weight_decay": 0.0,
+        "max_grad_norm": 0.0,
         "max_coeff": 10.0,
         "min_coeff": 0.01,
+        "amsgrad": False,
     }
 
 

@@ -6,13 +6,15 @@ from zgraph.plan.optimizers import Lion
 
 
 class FusedLion(BaseOptimizer):
-    """`FusedLion(params, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.0)`."""
+    """DeepSpeed's FusedLion, with its arguments in its order."""
 
-    DEFAULTS = {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.0}  # noqa: RUF012
+    DEFAULTS = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0, "set_grad_none": True}  # noqa: RUF012
 
 
-class DeepSpeedCPULion(FusedLion):
+class DeepSpeedCPULion(BaseOptimizer):
     """`FusedLion` under the name that is used with offloading."""
+
+    DEFAULTS = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0, "fp32_optimizer_states": True}  # noqa: RUF012
 
 
 for _kind in (FusedLion, DeepSpeedCPULion):

@@ -106,10 +106,13 @@ class PipeModelDataParallelTopology(ProcessTopology):
 
 
 class PipelineParallelGrid:
-    """A rank's position in a topology, with the methods of `engine.grid`. (Process groups are those of the compiled
-    model's mesh.)"""
+    """A rank's position in a topology, with the methods of `engine.grid`.
 
-    def __init__(self, topology: ProcessTopology, rank: int | None = None) -> None:
+    A process group is made when it is first asked for: all of its ranks must do so. (The compiled model has groups of its
+    own.) `process_group` is not looked at, as in DeepSpeed.
+    """
+
+    def __init__(self, topology: ProcessTopology, process_group: Any = None, *, rank: int | None = None) -> None:
         self._topo = topology
         self.global_rank = comm.get_rank() if rank is None else rank
         self.world_size = topology.world_size()
@@ -118,11 +121,31 @@ class PipelineParallelGrid:
         self.model_parallel_size = self.slice_parallel_size = max(topology.get_dim("model"), 1)
         self.stage_id = self._at("pipe")
         self.data_parallel_id = self._at("data")
+        self.is_first_stage = self.stage_id == 0
+        self.is_last_stage = self.stage_id == self.pipe_parallel_size - 1
+        self.dp_group, self.pp_group, self.slice_group = (self._along(a) for a in ("data", "pipe", "model"))
+        self._groups: dict[tuple[int, ...], Any] = {}
+
+    def _along(self, axis: str) -> list[int]:
+        """Return the ranks whose positions differ from this rank's on one axis only."""
+        lists = self._topo.get_axis_comm_lists(axis)
+        return next((ranks for ranks in lists if self.global_rank in ranks), [self.global_rank])
+
+    def _of_one_copy(self) -> list[int]:
+        """Return the ranks that have one copy of the model between them."""
+        if "data" not in self._topo.axes:
+            return list(self._topo.mapping.values())
+        return sorted(self._topo.get_axis_list("data", self.data_parallel_id))
+
+    def _group(self, ranks: Sequence[int]) -> Any:
+        key = tuple(ranks)
+        if key not in self._groups:
+            self._groups[key] = comm.new_group(list(ranks), use_local_synchronization=True)
+        return self._groups[key]
 
     def _at(self, axis: str) -> int:
         return int(getattr(self._topo.get_coord(self.global_rank), axis, 0))
 
-    @property
     def topology(self) -> ProcessTopology:
         return self._topo
 
@@ -148,13 +171,40 @@ class PipelineParallelGrid:
         return self.data_parallel_size
 
     def get_model_parallel_rank(self) -> int:
-        return self._at("model")
+        """Return this rank's index among those that have one copy of the model between them: stages and ranks that
+        divide weights."""
+        return self._of_one_copy().index(self.global_rank)
 
     def get_model_parallel_world_size(self) -> int:
-        return self.model_parallel_size
+        return len(self._of_one_copy())
 
-    get_slice_parallel_rank: Callable[..., int] = get_model_parallel_rank
-    get_slice_parallel_world_size: Callable[..., int] = get_model_parallel_world_size
+    def get_slice_parallel_rank(self) -> int:
+        """Return this rank's index among those that divide weights."""
+        return self._at("model")
+
+    def get_slice_parallel_world_size(self) -> int:
+        return self.slice_parallel_size
+
+    # (Megatron's names of these)
+    get_pipeline_model_parallel_rank: Callable[..., int] = get_pipe_parallel_rank
+    get_pipeline_model_parallel_world_size: Callable[..., int] = get_pipe_parallel_world_size
+    get_tensor_model_parallel_rank: Callable[..., int] = get_slice_parallel_rank
+    get_tensor_model_parallel_world_size: Callable[..., int] = get_slice_parallel_world_size
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        return self.dp_group
+
+    def get_data_parallel_group(self) -> Any:
+        return self._group(self.dp_group)
+
+    def get_pipe_parallel_group(self) -> Any:
+        return self._group(self.pp_group)
+
+    def get_model_parallel_group(self) -> Any:
+        return self._group(self._of_one_copy())
+
+    def get_slice_parallel_group(self) -> Any:
+        return self._group(self.slice_group)
 
     def stage_to_global(self, stage_id: int, **others: int) -> int:
         """Return the rank of another stage at this rank's position on all other axes."""

@@ -35,7 +35,7 @@ def see_memory_usage(message: str, force: bool = False, ranks: tuple[int, ...] =
     logger.info("%s: %s", message, host)
 
 
-def memory_status(message: str = "", print_rank: int = -1, reset_max: bool = False) -> dict[str, int]:
+def memory_status(msg: str = "", print_rank: int = -1, reset_max: bool = False) -> dict[str, int]:
     """Return the present and the peak bytes of the device ("allocated") and the host ("resident"); log them on
     `print_rank` (-1: all)."""
     cuda = torch.cuda.is_available()
@@ -46,7 +46,7 @@ def memory_status(message: str = "", print_rank: int = -1, reset_max: bool = Fal
         "max_resident": most_resident_bytes(),
     }
     if print_rank in (-1, comm.get_rank()):
-        logger.info("%s %s", message, ", ".join(f"{name} {shown_bytes(size)}" for name, size in sizes.items()))
+        logger.info("%s %s", msg, ", ".join(f"{name} {shown_bytes(size)}" for name, size in sizes.items()))
     if reset_max and cuda:
         torch.cuda.reset_peak_memory_stats()
     return sizes
