@@ -50,9 +50,7 @@ class Death:
             return "was failing when it was ended"
         if self.code >= 0:
             return f"ended with {self.code}"
-        if -self.code not in iter(signal.Signals):
-            return f"was ended by signal {-self.code}"
-        name = signal.Signals(-self.code).name
+        name = {number.value: number.name for number in signal.Signals}.get(-self.code, f"signal {-self.code}")
         return f"was ended by {name}" + (", as by the kernel where memory runs out" if name == "SIGKILL" else "")
 
     def followed(self) -> bool:

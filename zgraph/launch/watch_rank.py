@@ -96,8 +96,14 @@ def run(line: Sequence[str]) -> int:
         "PYTHONUNBUFFERED": "1",
         **os.environ,
     }  # (as torchrun's `python -u`: what a killed rank has printed is there)
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "bufsize": 0}
-    rank = subprocess.Popen(list(line), env=environ, preexec_fn=_end_with_the_parent, **pipes)
+    rank = subprocess.Popen(
+        list(line),
+        bufsize=0,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=_end_with_the_parent,
+    )
     output, streams = Output(), ((rank.stdout, 1), (rank.stderr, 2))
     readers = [threading.Thread(target=output.pass_on, args=stream, daemon=True) for stream in streams]
     for reader in readers:
