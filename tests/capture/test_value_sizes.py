@@ -47,6 +47,32 @@ def written(self, h, mask, target):
     return out.pow(2).mean()
 
 
+class Parts(nn.Module):
+    """Cuts its rows by counts out of a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(8, 5)
+
+    def forward(self, x, counts):
+        return sum((self.line(part).tanh().sum(0) ** 2).mean() for part in x.split(counts.tolist()))
+
+
+def test_the_gradient_of_an_input_that_values_cut():
+    plain = Parts()
+    mine = zgraph.compile(copy.deepcopy(plain), EAGER)
+    for counts in ([3, 4, 5], [1, 11, 0], [6, 3, 3]):
+        rows, gradients = torch.randn(12, 8), []
+        for model in (mine, plain):
+            x = rows.clone().requires_grad_()
+            model(x, torch.tensor(counts)).backward()
+            gradients.append(x.grad)
+        assert torch.equal(*gradients)
+    assert len(mine.zgraph.programs) == 1
+    with pytest.raises((StepError, RuntimeError), match="split"):
+        mine(rows, torch.tensor([3, 4, 4]))
+
+
 LOSSES = {
     "mean": lambda self, h, m, t: h[m].mean(),
     "loss": lambda self, h, m, t: F.cross_entropy(h, t, reduction="none")[m].mean(),

@@ -552,6 +552,22 @@ def test_a_batch_that_is_no_first_dimension_and_an_assertion_of_values():
         mine(**call)
 
 
+class Axes(Turned):
+    """Takes three tables in one, each of which has the batch as its dimension 1."""
+
+    def forward(self, x, places):
+        height, width, depth = places
+        return (self.mix(x) + (height - width * depth).unsqueeze(-1)).square().mean()
+
+
+def test_a_batch_of_as_many_rows_as_an_input_has_tables_is_a_size_nevertheless():
+    mine, plain = pair(Axes)
+    for rows, length in ((3, 5), (3, 7), (2, 7), (5, 3)):
+        call = {"x": torch.randn(rows, length, 4), "places": torch.randint(0, 9, (3, rows, length))}
+        assert difference(mine, plain, call) == 0.0
+    assert len(mine.zgraph.programs) == 2
+
+
 class Keeps(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -79,6 +79,7 @@ def fold_data_dependent_sizes(graph: fx.Graph) -> None:
 
     Raises `CaptureError` with the user's line where such a value leaves the model, or is drawn at random.
     """
+    _size_gradients(graph)
     # (all sizes of this program's inputs are numbers, so a symbol depends on values)
     dynamic = {n for n in graph.nodes if symbols.has_symbol(n.meta.get("val")) or n.target in LOOKED_AT}
     if not dynamic:
@@ -93,6 +94,32 @@ def fold_data_dependent_sizes(graph: fx.Graph) -> None:
         for number, members in enumerate(_groups(nodes, dynamic)):
             _fold(graph, members, dynamic, f"{phase}_region_{number}")
     graph.lint()
+
+
+def _size_gradients(graph: fx.Graph) -> None:
+    """Give each gradient whose size is a sum of sizes that depend on values (of a tensor that `split` cuts by values)
+    the size of its input: a view, which fails if the sizes differ when it runs."""
+    inputs = {aot.describe_input(n.meta.get("desc")): n for n in graph.find_nodes(op="placeholder")}
+    output = graph.output_node()
+    returned: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    for at, (node, desc) in enumerate(zip(tuple(returned), output.meta["desc"], strict=True)):
+        if not isinstance(node, fx.Node) or not symbols.has_symbol(node.meta.get("val")):
+            continue
+        kind, number = aot.describe_output(desc)
+        like = inputs.get(("input", number)) if kind == "gradient" else None
+        if like is None:
+            continue
+        value, shape = node.meta["val"], list(like.meta["val"].shape)
+        with graph.inserting_before(output):
+            dense = graph.call_function(aten.clone.default, (node,), {"memory_format": torch.contiguous_format})
+            sized = graph.call_function(aten.view.default, (dense, shape))
+        with value.fake_mode:
+            values = torch.empty(value.shape, dtype=value.dtype), torch.empty(shape, dtype=value.dtype)
+        for new_node, new_value in zip((dense, sized), values, strict=True):
+            new_node.meta = {k: node.meta[k] for k in _TRACED if k in node.meta} | {"val": new_value}
+            set_info(new_node, info(node))
+        returned[at] = sized
+    output.args = (tuple(returned),)
 
 
 def fold_effects(graph: fx.Graph) -> None:

@@ -228,8 +228,10 @@ class Family:
         if presumed:
             numbers = {self.equal[p] for p in presumed}
             more = {p for p in self.equal if self.equal[p] in numbers} - places - self.fixed - self.closed.keys()
+            # (position_ids of 3 x batch x seq, in calls with a batch of 3)
+            by_chance = {(t, d) for t, d in presumed if d == 0 and any(p[0] == t for p in presumed & self.alike)}
             self.alike |= more  # (a batch that is dimension 1 of another input)
-            self.fixed |= set() if more else presumed
+            self.fixed |= set() if more else by_chance or presumed
         elif decided:
             self.tied |= decided
         else:
