@@ -568,6 +568,39 @@ def test_a_batch_of_as_many_rows_as_an_input_has_tables_is_a_size_nevertheless()
     assert len(mine.zgraph.programs) == 2
 
 
+class Doubled(Turned):
+    """Takes two rows of `y` for each of `x`, and one more."""
+
+    def forward(self, x, y):
+        return (nn.functional.pad(self.mix(x).repeat_interleave(2, 1), (0, 0, 0, 1)) * y).square().mean()
+
+
+def test_a_size_that_is_arithmetic_on_another_is_a_number_where_that_one_is_1():
+    mine, plain = pair(Doubled)
+    for rows, length in ((2, 3), (2, 5), (3, 8), (3, 1), (5, 4), (4, 1), (1, 6)):
+        call = {"x": torch.randn(rows, length, 4), "y": torch.randn(rows, 2 * length + 1, 4)}
+        assert difference(mine, plain, call) < 1e-6
+    assert len(mine.zgraph.programs) == 4  # (the first one, that for all, and one each for lengths of 1 and rows of 1)
+
+
+class Transposed(nn.Module):
+    """Makes as many columns as it was given, by a convolution whose padding is a size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Conv1d(4, 4, 3, stride=2, padding=1), nn.ConvTranspose1d(4, 4, 3, stride=2, padding=1)
+
+    def forward(self, x):
+        return (self.up(self.down(x).relu(), output_size=[x.shape[2]]) - x).square().mean()
+
+
+def test_a_convolution_whose_padding_is_a_size():
+    mine, plain = pair(Transposed)
+    for rows, length in ((2, 11), (2, 14), (3, 7), (4, 24)):
+        assert difference(mine, plain, {"x": torch.randn(rows, 4, length)}) < 1e-6
+    assert len(mine.zgraph.programs) == 2
+
+
 class Keeps(nn.Module):
     def __init__(self) -> None:
         super().__init__()

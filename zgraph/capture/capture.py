@@ -749,7 +749,8 @@ def _refuse_mixed_products(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if getattr(node.target, "namespace", "") != "aten" or node.target.overloadpacket.__name__ not in _PRODUCTS:
             continue
-        dtypes = list(dict.fromkeys(n.meta["val"].dtype for n in node.all_input_nodes))
+        values = [n.meta["val"] for n in node.all_input_nodes]  # (a convolution's padding may be a symbolic size)
+        dtypes = list(dict.fromkeys(v.dtype for v in values if isinstance(v, torch.Tensor)))
         if len(dtypes) > 1:
             shown = " and ".join(str(d).removeprefix("torch.") for d in dtypes)
             raise CaptureError(

@@ -305,6 +305,10 @@ class Family:
                 where.setdefault(name, place)
         return sizes
 
+    def small(self, signature: Signature) -> set[Place]:
+        """Return the open dimensions whose size is 0 or 1 in this call: numbers in its program."""
+        return {(number, dim) for number, dim in self.names if signature.tensors[number].shape[dim] <= 1}
+
     def _check(self, place: Place, size: int, declared: Size, sizes: dict[str, int], where: dict[str, Place]) -> None:
         path = self.paths[place[0]]
         if declared.max is not None and size > declared.max:

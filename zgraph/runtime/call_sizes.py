@@ -168,9 +168,13 @@ class CallSizes:
                 ) from error
             return False
         declared = {size.name for size in family.declared.values()}
-        gone = told or names
+        small = family.small(self.call)
+        dims = {dim for _, dim in small}
+        near = {name for (_, dim), name in family.names.items() if dim in dims} & names
+        gone = told or near or names
         logger.info("%s can't differ from call to call in one program: %s", ", ".join(sorted(gone)), error)
-        if refused is not None:  # (in a program for other sizes they can be symbols)
+        # (In a program for other sizes they can be symbols. One of 2 * seq + 1 is a number where seq is one.)
+        if refused is not None or (small and self._alike):
             self._fixed |= gone
             return True
         if gone & declared:
