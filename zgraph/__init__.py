@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from zgraph.build.planned_step import programs
     from zgraph.plan.clipping_and_ema import EMA, GradClip
     from zgraph.plan.elasticity import Elastic
+    from zgraph.plan.local_steps import LocalSteps
     from zgraph.plan.loss_scaling import LossScale
     from zgraph.plan.lr_schedules import (
         Constant,
@@ -74,6 +75,7 @@ __all__ = [
     "LRRangeTest",
     "Linear",
     "Lion",
+    "LocalSteps",
     "LossScale",
     "Muon",
     "OneBitAdam",
@@ -131,6 +133,7 @@ _LAZY = {
     "EMA": "zgraph.plan.clipping_and_ema",
     "Elastic": "zgraph.plan.elasticity",
     "GradClip": "zgraph.plan.clipping_and_ema",
+    "LocalSteps": "zgraph.plan.local_steps",
     "LossScale": "zgraph.plan.loss_scaling",
     "PerRank": "zgraph.checkpoint.user_values",
     "Plan": "zgraph.plan.plan",

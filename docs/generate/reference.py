@@ -41,6 +41,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "elastic": _UPDATE,
     "offload": _UPDATE,
     "on_nonfinite": _UPDATE,
+    "local_steps": {"mesh": {"replicate": 2, "dp": -1}, **_UPDATE},
 }
 """What a field's example needs beside it to be a plan."""
 

@@ -134,11 +134,12 @@ _SERVING = (Role.WAIT, Role.LAYOUT, Role.REDUCE)
 
 def check_reductions(program: Program) -> Faults:
     """Check that each parameter's gradient is averaged over every data dimension exactly once, and scattered where the
-    parameter is sharded.
+    parameter is sharded. Groups of ranks that train by themselves send each other nothing.
     """
     if Fact.REDUCED not in program.facts or Fact.PARTIAL in program.facts:
         return
-    needed = sorted(d for d in DATA_DIMS if program.mesh.get(d, 1) > 1)
+    averaged = DATA_DIMS[:-1] if Fact.IN_GROUPS in program.facts else DATA_DIMS
+    needed = sorted(d for d in averaged if program.mesh.get(d, 1) > 1)
     for port, node in program.output_items():
         if port.role is not OutputRole.GRADIENT or port.of is not InputRole.PARAMETER:
             continue

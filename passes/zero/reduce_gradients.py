@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,7 @@ class ReduceOptions:
     reduce: bool = True  # false leaves each gradient as this rank's own, for a later program to add and reduce
     # whether unreduced gradients of earlier micro-batches come in and are added before the reduction
     accumulated: bool = False
+    in_groups: bool = False  # whether groups of ranks, over the last of the data dimensions, train by themselves
 
 
 @graph_pass(
@@ -44,6 +46,7 @@ def reduce_gradients(program: Program, options: ReduceOptions) -> dict[str, int]
     }
     final: dict[str, fx.Node] = {}
     built: dict[fx.Node | None, fx.Node] = {}  # the last node built after each gradient: parameters may share one
+    dims = [d for d in (DATA_DIMS[:-1] if options.in_groups else DATA_DIMS) if program.mesh.get(d, 1) > 1]
     for name, grad in sorted(grads.items(), key=lambda item: item[1]):
         spec = program.params[name]
         at = None if grad.op == "placeholder" else grad
@@ -63,7 +66,7 @@ def reduce_gradients(program: Program, options: ReduceOptions) -> dict[str, int]
                 node = _accumulate(program, node, spec, record)
             starts: list[fx.Node] = []
             if options.reduce:
-                node, starts, scatter = _reduce(program, node, spec, record)
+                node, starts, scatter = _reduce(program, node, spec, record, dims)
                 scattered += scatter
                 reduced += len(starts) - scatter
             node = _leave(program, node, spec, record)
@@ -87,6 +90,8 @@ def reduce_gradients(program: Program, options: ReduceOptions) -> dict[str, int]
     program.set_outputs(items)
     if not options.reduce:
         program.facts.add(Fact.PARTIAL.value)
+    if options.in_groups:
+        program.facts.add(Fact.IN_GROUPS.value)
     return {"reduce_scatters": scattered, "all_reduces": reduced}
 
 
@@ -116,8 +121,10 @@ def _leave(program: Program, node: fx.Node, spec: ParamSpec, record: NodeInfo) -
     return node
 
 
-def _reduce(program: Program, grad: fx.Node, spec: ParamSpec, record: NodeInfo) -> tuple[fx.Node, list[fx.Node], int]:
-    """Build the reduction of a gradient; return (the reduced gradient, the starts of its collectives, 1 if it is
+def _reduce(
+    program: Program, grad: fx.Node, spec: ParamSpec, record: NodeInfo, dims: Sequence[str]
+) -> tuple[fx.Node, list[fx.Node], int]:
+    """Build the reduction of a gradient over mesh dimensions; return (the reduced gradient, the starts of its collectives, 1 if it is
     scattered).
     """
     slug = identifier_of(spec.name)
@@ -125,7 +132,6 @@ def _reduce(program: Program, grad: fx.Node, spec: ParamSpec, record: NodeInfo) 
     order = stored_order(spec)
     node = grad
     starts: list[fx.Node] = []
-    dims = [d for d in DATA_DIMS if program.mesh.get(d, 1) > 1]
     if not dims:
         return node, starts, 0
     node = cast_to(program, node, spec.reduce_dtype, layout, f"cast_grad_{slug}")

@@ -116,6 +116,13 @@ def _refuse_plan(plan: Plan, model: nn.Module) -> None:
             why="each is of the gradients of the step before",
             hint="leave it out to compare the rest of the plan",
         )
+    if plan.local_steps is not None:
+        raise UnsupportedError(
+            "groups of ranks that train by themselves can't be compared with one plain model",
+            where="local_steps",
+            why="each has weights of its own within a round",
+            hint="leave out compiled: virtual ranks compare each group's gradients; or leave out local_steps to compare the rest of the plan",
+        )
     if plan.wire.compresses:
         raise UnsupportedError(
             "values that are sent in few bits can't be compared with the plain model's on real ranks",

@@ -42,6 +42,7 @@ def ready(model: nn.Module, what: str) -> Runtime:
     runtime.updater.finish()
     runtime.shards.refresh()
     runtime.refuse_unset()
+    runtime.updater.rounds.tell(what)
     return runtime
 
 

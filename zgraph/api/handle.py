@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zgraph.api import fsdp_methods
 from zgraph.api.accelerators import ForAccelerate
 from zgraph.api.full_weights import generate_of, keep_whole
+from zgraph.api.local_weights import watch_state_dicts
 from zgraph.api.peft_adapters import is_adapted, save_adapters
 from zgraph.build.resolve_auto_offload import placed_as
 from zgraph.build.step_program import StepProgram
@@ -554,6 +555,13 @@ class Handle(Compiled):
                 why="an optimizer holds the parameters as they are now",
                 hint="stages 1, 2 and 3 share a layout; for stage 0 or another threshold compile a fresh model, and load a state dict",
             )
+        if old.plan.local_steps is not None and plan.local_steps is None:
+            raise ModelError(
+                "recompile can't leave local_steps out",
+                where="local_steps",
+                why="what the optimizer keeps is each group's own, and groups would go on apart",
+                hint="save a checkpoint's weights, and load them into a fresh model",
+            )
         if type(plan.optimizer) is not type(old.plan.optimizer):
             old.updater.rounds.refuse_open("recompile can't change the optimizer")
         old.everyone.vote("the plan of recompile", plan.hash())
@@ -570,6 +578,8 @@ class Handle(Compiled):
         runtime.saver = old.saver
         runtime.recorder = old.recorder.of(runtime) if old.recorder is not None else None
         old.first_gathers.drop()
+        if plan.takes_local_steps:
+            watch_state_dicts(old.module)
         self.runtime = runtime
 
 
@@ -620,6 +630,8 @@ def attach(module: nn.Module, runtime: Runtime | DeferredPipeline, loss_fn: Call
     if handle.mesh is not None:
         watch_loads(module)
         watch(module)
+    if runtime.plan.takes_local_steps:
+        watch_state_dicts(module)
     remember(module)
     return handle
 

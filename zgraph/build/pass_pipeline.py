@@ -38,6 +38,7 @@ from zgraph.passes.spmd.interleave import InterleaveOptions, interleave
 from zgraph.passes.spmd.partition_activations import PartitionOptions, partition_activations
 from zgraph.passes.tiling.tile import LOSS, TileOptions, tile
 from zgraph.passes.update.group_updates import GroupOptions, group_updates
+from zgraph.passes.update.share_rounds import share_rounds
 from zgraph.passes.update.write_in_place import write_in_place
 from zgraph.passes.zero.keep_gathered import KeepOptions, keep_gathered
 from zgraph.passes.zero.reduce_gradients import ReduceOptions, reduce_gradients
@@ -387,7 +388,7 @@ STEP_PASSES: tuple[PassRow[PassContext], ...] = (
     PassRow(
         reduce_gradients,
         _always("gradients leave as this rank stores them"),
-        lambda c: ReduceOptions(c.variant.reduce, c.variant.accumulated),
+        lambda c: ReduceOptions(c.variant.reduce, c.variant.accumulated, c.plan.local_steps is not None),
     ),
     PassRow(compress_gathers, _compresses("gather"), _gather_options),
     PassRow(compress_reductions, _in_training(_compresses("reduce")), _reduction_options),
@@ -448,7 +449,20 @@ def _offloads_update(context: UpdateContext) -> Decision:
     return Decision(tiers, "something is offloaded" if tiers else "nothing is offloaded")
 
 
+def _shares_rounds(context: UpdateContext) -> Decision:
+    local = context.plan.local_steps
+    if local is None:
+        return Decision(False, "local_steps is not set")
+    return Decision(True, f"local_steps.every is {local.every}, local_steps.wire {local.wire!r}")
+
+
+def _share_options(context: UpdateContext) -> CompressOptions:
+    local, wire = context.plan.local_steps, context.plan.wire
+    return CompressOptions(local.wire if local else "same", wire.block, wire.exact, over=BETWEEN_GROUPS)
+
+
 UPDATE_PASSES: tuple[PassRow[UpdateContext], ...] = (
+    PassRow(share_rounds, _shares_rounds, _share_options),
     PassRow(write_in_place, _always("weights and states are written where they are")),
     PassRow(
         group_updates,

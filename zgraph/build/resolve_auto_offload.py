@@ -55,8 +55,10 @@ def placed(
     weights = sum(s.rank_bytes for s in specs.values()) // parts
     host = device.type != "cpu" and not any_rank(states + weights > HOST_SHARE * host_free() / _ranks_here())
     places = {what: _place(getattr(offload, what), host) for what in auto}
-    if plan.optimizer is None and "optimizer" in places:
+    if "optimizer" in places and (plan.optimizer is None or plan.local_steps is not None):
         places["optimizer"] = "none"
+    if "parameters" in places and plan.local_steps is not None:
+        places["parameters"] = "none"
     if "parameters" in places:
         away = places.get("optimizer", offload.optimizer) != "none"
         if away and offload.update_on == "host" and device.type != "cpu":

@@ -16,6 +16,7 @@ from zgraph.build.recipe import to_update_recipe
 from zgraph.passes import History, PassManager
 from zgraph.passes.analysis.costs import Costs
 from zgraph.passes.analysis.simulator import simulate
+from zgraph.plan.optimizers import UpdateKind
 from zgraph.program.program import ParamSpec, with_gradients_in
 from zgraph.torch_compat import inductor_code
 from zgraph.update.build_update import DATA_DIM, UpdateOptions, build_update, state_bytes_of
@@ -54,6 +55,8 @@ def update_options(
         delayed=plan.offload.delayed_after is not None,
         tied=dict(held.tied) if held is not None else {},
         uncounted=held.uncounted if held is not None else frozenset(),
+        kind=plan.update_kind(1),
+        local_steps=plan.local_steps,
     )
     return replace(
         options, homes=homes_of_states(plan, members, specs, options, shares_of(plan)[0] if share is None else share)
@@ -74,7 +77,7 @@ def resident_of(
     offloaded.
 
     `shares` are those to choose from, by default `shares_of` the plan. Where a budget lets the update bring states to
-    the device, and in a pipeline with a budget, the update's own peak is included. `specs` are those of the whole
+    the device, and in a pipeline or with local steps, with a budget, the update's own peak is included. `specs` are those of the whole
     model, `sizes` those of the mesh without stages; `held` is what a rank of a pipeline holds, None without a pipeline.
     """
     whole, specs = specs, specs_here(specs, held)
@@ -89,7 +92,10 @@ def resident_of(
         waiting = waiting_bytes(laid, plan)
         late = (laid[m.name] for m in members if m.name in options.late() and laid[m.name].grad_home is None)
         size += sum(math.prod(s.shard_shape) * s.grad_dtype.itemsize for s in late)  # (gradients of the previous step)
-        if plan.memory_budget is None or not members or (held is None and not plan.offload.tiers()):
+        peaks = held is not None or bool(plan.offload.tiers())
+        if plan.local_steps is not None:  # (a round's end takes the most)
+            options, peaks = replace(options, kind=UpdateKind.ROUNDS), True
+        if plan.memory_budget is None or not members or not peaks:
             return ResidentMemory(size + waiting, waiting, homes=homes)
         update_forecast = simulate(
             update_history(plan, members, specs, mesh_of(sizes, held), device, options).program, costs

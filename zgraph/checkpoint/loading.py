@@ -30,6 +30,7 @@ from zgraph.errors import CheckpointError
 from zgraph.names import did_you_mean
 from zgraph.program.tolerance import bits
 from zgraph.ranks.agreement import Agreement
+from zgraph.runtime.local_rounds import is_weight
 from zgraph.torch_compat.dtensors import local_of
 from zgraph.update.build_update import AHEAD, DERIVED, EMA, MASTER
 from zgraph.update.optimizer_rules import RULES
@@ -205,17 +206,21 @@ def _residuals(runtime: Runtime, source: Checkpoint, own: dict[str, Any], loadin
 
 
 def _local(runtime: Runtime, source: Checkpoint, own: dict[str, Any], loading: Loading) -> dict[str, torch.Tensor]:
-    """Return what this rank has of its own in rounds of local steps. If the mesh is another than at the save it is
-    lost, with a note: weights are those of the last synchronization."""
+    """Return what this rank has of its own of local steps. If the mesh is another than at the save it is lost, with a
+    note: weights are those of the last synchronization."""
     if "local" not in own:
         return {}
+    saved: dict[str, torch.Tensor] = decode(own["local"], _copier(source))
     before, now = source.known.mesh, mesh_of(runtime.sizes, runtime.updater.held)
     if before == now:
-        return decode(own["local"], _copier(source))  # type: ignore[no-any-return]
-    loading.notes.append(
-        f"local steps since the last synchronization are of the ranks of mesh {before}, and it is {now} now: they are lost, "
-        "and each momentum is one of those ranks'"
-    )
+        return saved
+    of = f"of the ranks of mesh {before}, and it is {now} now"
+    if any(is_weight(name) for name in saved):
+        loading.notes.append(
+            f"local steps since the last synchronization are {of}: they are lost, and each momentum is one of those ranks'"
+        )
+    else:
+        loading.notes.append(f"what the optimizer keeps is each {of}: that of the first is taken for all")
     return {}
 
 

@@ -76,7 +76,8 @@ def tensors_of(runtime: Runtime, left_out: Collection[str] = ()) -> dict[str, to
                 tensors |= {f"{OPTIMIZER}{names[id(param)]}.{key}": value for key, value in param_state.items()}
     tensors |= synchronized(runtime, tensors)
     loads: dict[int, list[int]] = {}
-    return {name: t for name, t in tensors.items() if is_mine(t, runtime.mesh, loads)}
+    apart = {OPTIMIZER + n for n in runtime.updater.rounds.apart()}  # (those of a parameter belong together)
+    return {n: t for n, t in tensors.items() if is_mine(t, runtime.mesh, loads, balanced=n not in apart)}
 
 
 def synchronized(runtime: Runtime, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -105,9 +106,12 @@ def of_module(runtime: Runtime) -> dict[str, torch.Tensor]:
     return params | {n: b for n, b in buffers.items() if runtime.has_buffer(first[id(b)])}
 
 
-def is_mine(tensor: torch.Tensor, mesh: DeviceMesh | None, loads: dict[int, list[int]]) -> bool:
+def is_mine(
+    tensor: torch.Tensor, mesh: DeviceMesh | None, loads: dict[int, list[int]], *, balanced: bool = True
+) -> bool:
     """Return whether this rank, among those of a stage's mesh, writes its part of the tensor. `loads`: the bytes
-    assigned to each replica up to now, by the number of replicas; the tensor's are added."""
+    assigned to each replica up to now, by the number of replicas; the tensor's are added. What is not `balanced` is
+    written by the first replica."""
     if mesh is None:
         return True
     if not isinstance(tensor, DTensor):
@@ -118,7 +122,7 @@ def is_mine(tensor: torch.Tensor, mesh: DeviceMesh | None, loads: dict[int, list
             replica = replica * tensor.device_mesh.size(dim) + tensor.device_mesh.get_local_rank(dim)
             replicas *= tensor.device_mesh.size(dim)
     load = loads.setdefault(replicas, [0] * replicas)
-    chosen = load.index(min(load))
+    chosen = load.index(min(load)) if balanced else 0
     load[chosen] += tensor.numel() * tensor.element_size()
     return chosen == replica
 

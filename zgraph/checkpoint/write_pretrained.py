@@ -306,6 +306,7 @@ def publish(
     def prepare() -> tuple[list[View], dict[str, torch.dtype], Files, list[tuple[View, Block, torch.Tensor]]]:
         runtime.updater.finish()
         runtime.refuse_unset()
+        runtime.updater.rounds.refuse_open("a model can't be published")
         if averaged:
             runtime.updater.make_states()
         pretrained.refuse_special(module)

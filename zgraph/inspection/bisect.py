@@ -130,10 +130,12 @@ def bisect(
     stages is wrong.
     """
     plan.refuse_pipeline(world, "search for a faulty pass")
-    if plan.wire.compresses:
+    local = plan.local_steps
+    if plan.wire.compresses or (local is not None and local.wire != "same"):
+        where = "wire" if plan.wire.compresses else "local_steps.wire"
         raise PlanError(
-            "a faulty pass is searched for by comparing with the plain model, and wire sends values in few bits",
-            where="wire",
+            f"a faulty pass is searched for by comparing with the plain model, and {where} sends values in few bits",
+            where=where,
             hint="leave it out; zgraph verify compares each value that is sent so with what it was",
         )
     with virtual_step(model, plan, world, inputs, loss_fn) as virtual:

@@ -13,6 +13,7 @@ from zgraph.codegen.executable import Executable, Kernel
 from zgraph.inspection.html_report import html_report
 from zgraph.inspection.make_inspection import of_runtime
 from zgraph.passes.analysis.simulator import simulate
+from zgraph.plan.plan import GROUPS
 from zgraph.program import collectives
 from zgraph.program.node import Role, info
 from zgraph.program.program import Program
@@ -111,7 +112,7 @@ class Report:
                     [s.history().program for s in trained], runtime.costs.fused, outside_bytes, runtime.memory.measured
                 ),
             ]
-        lines += self._disk(trained)
+        lines += self._rounds() + self._disk(trained)
         remarks = runtime.remarks()
         if remarks:
             lines += ["", f"missed, {len(remarks)} remarks, the costliest first:"]
@@ -125,6 +126,28 @@ class Report:
             if part.library:
                 lines.append(f"  library calls: {', '.join(k.name + _times(k.calls) for k in part.library)}")
         return "\n".join(lines)
+
+    def _rounds(self) -> list[str]:
+        """Return lines on local steps, and on what the last step of a round sends, once it has run."""
+        runtime = self._runtime
+        local = runtime.plan.local_steps
+        if local is None:
+            return []
+        how = "as they are" if local.wire == "same" else f"in {local.wire}"
+        lines = [
+            "",
+            f"local steps: {runtime.sizes.get(GROUPS, 1)} groups of {GROUPS} train by themselves; at each step that {local.every} divides all go on "
+            f"from an outer step ({local.outer!r}) by the mean of theirs, sent {how}",
+        ]
+        for name, history in runtime.updater.programs.histories().items():
+            stats = next(r.stats for r in history.records[1:] if r.name == "share_rounds")
+            if stats["parameters"]:
+                whole = stats["bytes"] + stats["bytes_saved"]
+                lines.append(
+                    f"  {name}: {stats['in_few_bits']} of {stats['parameters']} parameters in few bits; each rank sends "
+                    f"{shown_bytes(stats['bytes'])}, exactly it would be {shown_bytes(whole)}"
+                )
+        return lines
 
     def _disk(self, trained: list[StepProgram]) -> list[str]:
         """Return lines on what a step is to read from and write to disk, what has been moved so far, and the disk's

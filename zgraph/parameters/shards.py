@@ -65,6 +65,7 @@ class Shards:
         default_factory=dict
     )  # addresses of whole parameters that are stored in `home`
     _places: dict[str, int] = field(default_factory=dict)  # this rank's position, by mesh dimension
+    averaged: tuple[str, ...] = DATA_DIMS  # the mesh dimensions over which gradients are averaged
     # DTensor layouts of gradients, by (name, dtype, whether it is partial)
     _layouts: dict[tuple[str, torch.dtype, bool], Any] = field(default_factory=dict)
 
@@ -174,6 +175,11 @@ class Shards:
         """Count a program's write to these parameters, which torch does not count."""
         for name in names:
             self._updates[name] = self._updates.get(name, 0) + 1
+
+    def average_over(self, dims: tuple[str, ...]) -> None:
+        """Let gradients that are not reduced yet be averaged over these mesh dimensions."""
+        self.averaged = dims
+        self._layouts.clear()
 
     def keep_wide_gradients(self) -> None:
         """Let `.grad` have the dtype that programs return, if autograd would round it to a parameter's narrower one."""
@@ -303,7 +309,7 @@ class Shards:
             where = self.placements(spec)
             if partial:
                 names = self.mesh.mesh_dim_names or ()
-                where = [Partial("avg") if d in DATA_DIMS else p for d, p in zip(names, where, strict=True)]
+                where = [Partial("avg") if d in self.averaged else p for d, p in zip(names, where, strict=True)]
             self._layouts[key] = dtensors.layout(self.mesh, where, spec.whole_shape, spec.whole_stride, value.dtype)
         return dtensors.dtensor(value, self._layouts[key])
 

@@ -194,6 +194,84 @@ WITH_SIGNS = (
 )
 
 
+def _not_with_local_steps(where: str, when: Callable[[Any], bool], what: str, why: str, hint: str) -> Conflict:
+    return Conflict(where, lambda plan: plan.local_steps is not None and when(plan), what, hint, why)
+
+
+WITH_LOCAL_STEPS = (
+    _not_with_local_steps(
+        "local_steps",
+        lambda plan: "replicate" not in plan.mesh,
+        "local_steps is set, and the mesh has no replicate",
+        "the groups of ranks that train by themselves are those of mesh.replicate",
+        'mesh={"replicate": 2, "dp": -1} has two groups, say of the devices of a node; or leave it out',
+    ),
+    _not_with_local_steps(
+        "local_steps",
+        lambda plan: plan.optimizer is None,
+        "local_steps is set, but the plan has no optimizer",
+        "groups come together in the update program",
+        GIVE_OPTIMIZER,
+    ),
+    _not_with_local_steps(
+        "local_steps",
+        lambda plan: isinstance(plan.optimizer, OneBitOptimizer),
+        "local_steps is set together with a 1-bit optimizer",
+        "such an optimizer says itself at which steps all ranks share what",
+        "an inner optimizer such as AdamW; or leave it out",
+    ),
+    _not_with_local_steps(
+        "local_steps",
+        lambda plan: _ranks(plan, "pp") != 1,
+        "local_steps is set together with a pipeline",
+        "the updates of a pipeline's stages share collectives, and would have to come together at once",
+        LEAVE_OUT,
+    ),
+    _not_with_local_steps(
+        "ema",
+        lambda plan: plan.ema is not None,
+        "ema is set together with local_steps",
+        "within a round each group of ranks has weights of its own, and so would have averages",
+        LEAVE_OUT,
+    ),
+    _not_with_local_steps(
+        "local_steps",
+        lambda plan: plan.loss_scale() is not None,
+        "local_steps is set together with a loss scale",
+        "groups that train by themselves would skip steps, and scale losses, each for itself",
+        'precision="bf16" needs no loss scale',
+    ),
+    _not_with_local_steps(
+        "on_nonfinite",
+        lambda plan: plan.on_nonfinite != "ignore",
+        "on_nonfinite={plan.on_nonfinite!r} is set together with local_steps",
+        "within a round no group knows of another's losses and gradients",
+        LEAVE_OUT,
+    ),
+    _not_with_local_steps(
+        "grad_clip.error_if_nonfinite",
+        _errs_if_nonfinite,
+        "error_if_nonfinite is set together with local_steps",
+        "within a round each group of ranks knows the norm of its own gradients alone: one would stop, and others wait for it",
+        LEAVE_OUT,
+    ),
+    _not_with_local_steps(
+        "offload",
+        lambda plan: any(plan.offload.tier(what) is not None for what in ("optimizer", "parameters")),
+        "offload.optimizer or offload.parameters is set together with local_steps",
+        "a round's end reads and writes weights and states twice, before and after groups come together: they stay on the device",
+        'offload={"activations": "cpu"} alone; or leave it out',
+    ),
+    _not_with_local_steps(
+        "wire.hierarchical",
+        lambda plan: plan.wire.hierarchical,
+        "wire.hierarchical is set together with local_steps",
+        "gradients are not sent between groups of ranks then",
+        'leave it out; local_steps.wire="int8" sends what groups have moved in few bits',
+    ),
+)
+
+
 CONFLICTS = (
     Conflict(
         "dynamic",
@@ -273,6 +351,7 @@ CONFLICTS = (
         why="what was not sent is part of the optimizer's state, and of checkpoints",
         hint=GIVE_OPTIMIZER,
     ),
+    *WITH_LOCAL_STEPS,
     *WITH_SIGNS,
     Conflict(
         "lr_schedule",

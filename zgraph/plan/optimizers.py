@@ -89,6 +89,18 @@ class UpdateKind(Enum):
     MOMENTUM_SIGNS = "signs of momenta"
     NOTHING = "nothing"  # each rank goes on by itself
     ROUND_SIGNS = "signs of a round's steps"  # what each rank has moved by since they shared last
+    IN_GROUPS = "gradients within groups"  # as the backward reduces them: groups of ranks go on by themselves
+    ROUNDS = "a round's steps"  # what each group has moved by since they shared last, besides gradients within it
+
+    @property
+    def reduced(self) -> bool:
+        """Whether the backward reduces gradients, over the ranks that share them."""
+        return self in (UpdateKind.GRADIENTS, UpdateKind.IN_GROUPS, UpdateKind.ROUNDS)
+
+    @property
+    def local(self) -> bool:
+        """Whether ranks have weights of their own after the update."""
+        return self in (UpdateKind.NOTHING, UpdateKind.IN_GROUPS)
 
 
 class Optimizer(Record, frozen=True):

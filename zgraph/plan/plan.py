@@ -37,10 +37,11 @@ from zgraph.plan.clipping_and_ema import Average, Clip
 from zgraph.plan.communication import Bucket, Bytes, Prefetch
 from zgraph.plan.conflicts import first_conflict
 from zgraph.plan.elasticity import Elastic, divisors, shown_worlds
+from zgraph.plan.local_steps import LocalSteps
 from zgraph.plan.loss_scaling import LossScale
 from zgraph.plan.lr_schedules import AnySchedule
 from zgraph.plan.offloading import Offload
-from zgraph.plan.optimizers import AnyOptimizer
+from zgraph.plan.optimizers import AnyOptimizer, UpdateKind, ZeroOneAdam
 from zgraph.plan.pipeline_schedules.make_schedule import check_name
 from zgraph.plan.precision import Precision, precision_of, preset
 from zgraph.plan.shapes import Buckets, Dynamic, Hot, declared, shapes_of
@@ -55,6 +56,10 @@ MESH_DIMENSIONS = ("pp", "replicate", "dp", "cp", "tp")
 
 DATA_DIMENSIONS = ("replicate", "dp")
 """The mesh dimensions over which ranks see different rows: the same as `DATA_DIMS` of `zgraph.program.program`, which loads torch."""
+
+
+GROUPS = DATA_DIMENSIONS[0]
+"""The mesh dimension whose ranks are groups that hold the same shards, and train by themselves in local steps."""
 
 
 class Mesh(Table[int]):
@@ -364,6 +369,12 @@ class Plan(Record, frozen=True):
         default=Wire(),
         description="in how many bits weights are gathered and gradients scattered over data-parallel ranks, as a record",
     )
+    local_steps: LocalSteps | None = Field(
+        examples=[{"every": 8, "wire": "int8"}],
+        default=None,
+        description="how many steps groups of ranks (mesh.replicate) train by themselves, and how they come together (DiLoCo), as a record; "
+        "none: gradients are averaged over all of them at each step",
+    )
     prefetch: Prefetch = Field(
         examples=[{"max_bytes": "256MiB", "reduce_bytes": "64MiB"}],
         default=Prefetch(),
@@ -613,6 +624,22 @@ class Plan(Record, frozen=True):
                 why=f"the stages on its {ranks} ranks have programs of their own",
                 hint="zgraph forecast shows all of it, and zgraph dump --stage K the programs of a stage; or leave pp out of the mesh",
             )
+
+    @property
+    def gradient_dims(self) -> tuple[str, ...]:
+        """The mesh dimensions over which gradients are averaged."""
+        return tuple(d for d in DATA_DIMENSIONS if self.local_steps is None or d != GROUPS)
+
+    @property
+    def takes_local_steps(self) -> bool:
+        """Whether ranks may have weights of their own between some steps."""
+        return self.local_steps is not None or isinstance(self.optimizer, ZeroOneAdam)
+
+    def update_kind(self, step: int) -> UpdateKind:
+        """Return what ranks share for an update; `step` counts from 1, skipped steps included."""
+        if self.local_steps is not None:
+            return UpdateKind.ROUNDS if self.local_steps.ends_at(step) else UpdateKind.IN_GROUPS
+        return UpdateKind.GRADIENTS if self.optimizer is None else self.optimizer.kind(step)
 
     def data_ranks(self, world: int) -> int:
         """Return how many of `world` ranks see different rows."""

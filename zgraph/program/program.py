@@ -66,6 +66,9 @@ class Fact(StrEnum):
     KEPT = "kept"  # gathered weights stay until the update
     SCALED = "scaled"  # tangents are multiplied by the loss scale
     REDUCED = "reduced"  # gradients are reduced, or, in a program that is partial as well, this rank's own
+    IN_GROUPS = (
+        "in_groups"  # gradients are averaged within groups of ranks alone: those of "replicate" train by themselves
+    )
     PARTIAL = "partial"  # gradients are this rank's own, not reduced
     BUCKETED = "bucketed"  # transfers that are sent as one have a bucket
     SCHEDULED = "scheduled"  # order has meaning

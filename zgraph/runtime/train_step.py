@@ -28,7 +28,6 @@ from zgraph.capture.replaced_forward import signature_of
 from zgraph.errors import StepError
 from zgraph.plan.elasticity import Elastic
 from zgraph.plan.plan import Plan
-from zgraph.program.program import DATA_DIMS
 from zgraph.runtime.out_of_memory import explained
 from zgraph.runtime.runtime import Runtime
 
@@ -209,7 +208,7 @@ def _has_batch(x: Any, size: int) -> bool:
 
 def target_weights(runtime: Runtime, calls: Sequence[Call], losses: Collection[Ignores]) -> list[Any]:
     """Return each micro-batch's number of targets, divided by the mean of all micro-batches of all ranks: the mean
-    gradient over ranks is then that of all targets together. `losses` tell which targets do not count.
+    gradient over ranks is then that of all targets together (with local steps, within a group). `losses` tell which targets do not count.
     """
     ignored = ignored_of(losses)
     counts = torch.tensor(
@@ -218,7 +217,7 @@ def target_weights(runtime: Runtime, calls: Sequence[Call], losses: Collection[I
     total = counts.sum()
     ranks = 1
     if runtime.mesh is not None:
-        for dim in DATA_DIMS:
+        for dim in runtime.plan.gradient_dims:
             if runtime.sizes.get(dim, 1) > 1:
                 summed = total.to(runtime.device)
                 dist.all_reduce(summed, group=runtime.mesh.get_group(dim))

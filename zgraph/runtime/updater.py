@@ -59,6 +59,7 @@ class Updater:
         self.options = update_options(plan, members, specs, held=owned)  # (until `offload` changes them)
         self.optimizer: PlanOptimizer | None = None
         self.rates: LearningRates | None = None
+        runtime.shards.average_over(plan.gradient_dims)
         if plan.optimizer is not None:
             runtime.shards.keep_wide_gradients()
             own = None if owned is None else owned.own
@@ -133,13 +134,12 @@ class Updater:
     @property
     def kind(self) -> UpdateKind:
         """What ranks share for the next update."""
-        record = self.runtime.plan.optimizer
-        return UpdateKind.GRADIENTS if record is None else record.kind(self.calls + 1)
+        return self.runtime.plan.update_kind(self.calls + 1)
 
     @property
     def reduces(self) -> bool:
         """Whether the next update takes reduced gradients."""
-        return self.kind is UpdateKind.GRADIENTS
+        return self.kind.reduced
 
     def make_states(self) -> None:
         """Make the states that the first update would make; take over what the user has changed in the others."""
@@ -154,6 +154,7 @@ class Updater:
         self.optimizer.look_up(self.runtime.shards.params())
         if self.optimizer.state.changed:
             self.wait()
+            self.rounds.refuse_open("states of the optimizer were changed")
         changes = self.states.read_back()
         if changes:
             self.programs.forget_last()
@@ -274,7 +275,7 @@ class Updater:
                 runtime.first_gathers.drop()
                 raise
             runtime.weights_changed(timely)
-            self.rounds.stepped(names, local=self.options.kind is UpdateKind.NOTHING)
+            self.rounds.stepped(names, local=self.options.kind.local)
             runtime.first_gathers.finish()
         self.calls += 1
         if runtime.nonfinite is not None and counted is not None and before is not None:

@@ -9,7 +9,8 @@ hold are summed over these stages before anything else. Programs of different st
 this order: the sums by their parameters' names, the norm, the skip.
 
 Where gradients are not reduced, ranks share something else in signs (`zgraph.update.compressed_means`): before the
-rules, in place of gradients, or after them, where each rank's own updates end in a synchronization.
+rules, in place of gradients, or after them, where each rank's own updates end in a synchronization. So do those of
+groups of ranks (`zgraph.update.local_steps`), whose means the pass `share_rounds` sends together.
 
 Rules are plain functions (see `zgraph.update.optimizer_rule`), traced once for each kind of parameter and put in once
 for each parameter. Arithmetic on single numbers (step sizes, bias corrections) is shared by all parameters and done in
@@ -26,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from zgraph.plan.local_steps import LocalSteps
 from zgraph.plan.loss_scaling import LossScale
 from zgraph.plan.optimizers import UpdateKind
 from zgraph.program import collectives
@@ -35,13 +37,13 @@ from zgraph.update import scaler
 from zgraph.update.assembler import Assembler, all_reduce
 from zgraph.update.compressed_means import CompressedMeans
 from zgraph.update.optimizer_rule import Part, Rule, State, Synchronization, Unreduced, Unsharded
-from zgraph.update.optimizer_rules import RULES
+from zgraph.update.optimizer_rules import RULES, rule_of
 from zgraph.update.parameter_groups import Member
 from zgraph.update.skip_nonfinite import found_nonfinite
 
 MASTER = "master"
 EMA = "ema"
-DATA_DIM = DATA_DIMS[0]  # what is shared in signs is averaged over it
+DATA_DIM, GROUP_DIM = DATA_DIMS  # what is shared in signs is averaged over the first, a round's steps over the second
 AHEAD = "ahead"  # the newest value of a parameter whose updates run late: the model gets it one step later
 DERIVED = (MASTER, EMA, AHEAD)  # states that can be initialized from the weight
 NONFINITE = "nonfinite"  # the number of steps that were not finite, except for overflows that a loss scale causes
@@ -66,7 +68,8 @@ class UpdateOptions:
     # tiers of offloaded states, by parameter; those of other parameters are on the device
     homes: Mapping[str, str] = field(default_factory=dict)
     delayed: bool = False  # offloaded updates run late, on a copy of the parameter in the same tier
-    kind: UpdateKind = UpdateKind.GRADIENTS  # what ranks share; gradients are reduced only if it is they
+    kind: UpdateKind = UpdateKind.GRADIENTS  # what ranks share
+    local_steps: LocalSteps | None = None  # given where groups of ranks train by themselves between rounds
 
     def late(self) -> frozenset[str]:
         """Return the parameters whose updates run late."""
@@ -79,7 +82,7 @@ def states_of(member: Member, spec: ParamSpec, options: UpdateOptions) -> dict[s
     wide = _wide(spec)
     if spec.dtype in (torch.float16, torch.bfloat16):
         by_name[MASTER] = State(spec.shard_shape)
-    rule = RULES[member.record.name]
+    rule = rule_of(member.record, options.local_steps)
     for name, state in rule.states(member.record, spec.shard_shape, wide, spec.whole_shape).items():
         low = state.dtype is torch.float32 and len(state.shape) == len(spec.shape)
         low = low and not (state.of_rows or state.weight)
@@ -271,7 +274,7 @@ class _Builder:
 
     def _unreduced(self, member: Member) -> Unreduced | None:
         """Return how a parameter is updated by gradients that are not reduced; None where they are."""
-        return RULES[member.record.name].unreduced.get(self.options.kind)
+        return rule_of(member.record, self.options.local_steps).unreduced.get(self.options.kind)
 
     def _means(self) -> CompressedMeans:
         return CompressedMeans(self.assembler, self.specs, DATA_DIM, self.mesh.get(DATA_DIM, 1))
@@ -321,13 +324,24 @@ class _Builder:
             how = self._unreduced(member)
             if how is not None and how.synchronization is not None:
                 moved[member.name] = self._settled(member, how.synchronization, inputs, new[member.name], None)[""]
-        means = self._means().means(moved, None, results)
+        if self.options.kind is UpdateKind.ROUNDS:
+            means = {n: self._mean_over_groups(n, x) for n, x in moved.items()}
+        else:
+            means = self._means().means(moved, None, results)
         for member in updated:
             if member.name in means:
                 how = self._unreduced(member)
                 assert how is not None and how.synchronization is not None
                 mean = means[member.name]
                 new[member.name] = self._settled(member, how.synchronization, inputs, new[member.name], mean)
+
+    def _mean_over_groups(self, name: str, moved: fx.Node) -> fx.Node:
+        """Insert the mean over groups of ranks of what they have moved of a parameter."""
+        if self.mesh.get(GROUP_DIM, 1) == 1:
+            return moved
+        return self.assembler.of(name, lambda x: (all_reduce(x, "avg", GROUP_DIM),), [moved], key=("mean", GROUP_DIM))[
+            0
+        ]
 
     def _settled(
         self,
@@ -475,7 +489,7 @@ class _Builder:
         assert member.record is not None
         param, states = self._old(member, inputs)
         spec, record = self.specs[member.name], member.record
-        rule = RULES[record.name]
+        rule = rule_of(record, self.options.local_steps)
         if (how := self._unreduced(member)) is not None:
             rule = replace(rule, update=how.update)
         keys = list(states)

@@ -107,7 +107,7 @@ class Synchronization:
 
 @dataclass(frozen=True)
 class Unreduced:
-    """An update that takes gradients which are not reduced.
+    """An update that takes gradients which are not reduced, or within groups of ranks alone.
 
     In place of a gradient `update` takes the ranks' mean, as it was sent in signs, of what
     `shared(record, grad, states, scalars)` makes of their own gradients; without `shared`, this rank's own gradient.
@@ -139,8 +139,9 @@ class Rule:
     begins: str | None = None  # the state that the first update sets from the gradient alone
     # its updates of other kinds than `UpdateKind.GRADIENTS`
     unreduced: Mapping[UpdateKind, Unreduced] = field(default_factory=dict, compare=False)
-    # states that ranks have of their own, as the parameter, between synchronizations
-    local: tuple[str, ...] = ()
+    # whether ranks have a state of their own, as the parameter, between synchronizations; None: no rank has
+    local: Callable[[str], bool] | None = field(default=None, compare=False)
+    apart: bool = False  # whether these states stay their own after a synchronization
     of_round: tuple[str, ...] = ()  # single numbers that are zero when a round of local steps begins
 
     def first_count(self, kept: Collection[str]) -> float:

@@ -15,14 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zgraph.plan.local_steps import LocalSteps
+from zgraph.plan.optimizers import Optimizer
 from zgraph.update.adamw8bit import blockwise
+from zgraph.update.local_steps import with_local_steps
 from zgraph.update.muon import MUON
 from zgraph.update.onebit import ONE_BIT_ADAM, ONE_BIT_LAMB
 from zgraph.update.optimizer_rule import Part, Rule, State
 from zgraph.update.trust_ratio import trust_ratio
 from zgraph.update.zero_one import ZERO_ONE_ADAM
 
-__all__ = ["RULES"]
+__all__ = ["RULES", "rule_of"]
 
 
 def _as(number: Tensor, like: Tensor) -> Tensor:
@@ -158,3 +161,9 @@ RULES: dict[str, Rule] = {
     "ZeroOneAdam": ZERO_ONE_ADAM,
 }
 """Each optimizer's rule, by the name of its record in `zgraph.plan.optimizers`."""
+
+
+def rule_of(record: Optimizer, local: LocalSteps | None) -> Rule:
+    """Return the rule of an optimizer, whose updates may be local steps."""
+    rule = RULES[record.name]
+    return rule if local is None else with_local_steps(rule, RULES[local.outer.name], local)

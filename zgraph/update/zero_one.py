@@ -104,6 +104,6 @@ ZERO_ONE_ADAM = Rule(
         UpdateKind.NOTHING: Unreduced(_local),
         UpdateKind.ROUND_SIGNS: Unreduced(_local, synchronization=Synchronization(_moved, _settled)),
     },
-    local=("exp_avg",),
+    local=lambda key: key == "exp_avg",
     of_round=_OF_ROUND,
 )

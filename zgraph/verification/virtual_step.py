@@ -293,7 +293,7 @@ class VirtualStep:
             earlier_grads = [self._mine(name, r.waiting(name, spec), rank) for rank, r in enumerate(self.ranks)]
             earlier_grads = earlier_grads if scale is None else [h * scale for h in earlier_grads]
             grads = [h + g.to(spec.grad_dtype) for h, g in zip(earlier_grads, grads, strict=True)]
-        means = mean_of(grads, self.sizes, spec) if variant.reduce else list(grads)
+        means = mean_of(grads, self.sizes, spec, self.plan.gradient_dims) if variant.reduce else list(grads)
         means = [g.to(spec.grad_dtype) for g in means]
         return means if scale is None else [g / scale for g in means]
 
@@ -705,10 +705,12 @@ def shard_of(whole: torch.Tensor, spec: ParamSpec, rank: int, sizes: dict[str, i
     return padded
 
 
-def mean_of(grads: Sequence[torch.Tensor], sizes: dict[str, int], spec: ParamSpec) -> list[torch.Tensor]:
-    """Return, for each rank, the mean over the ranks that see different data: added in rank order, in the dtype that is
-    reduced in, first within each `dp` group as the program does."""
-    dims = [d for d in DATA_DIMS if sizes.get(d, 1) > 1]
+def mean_of(
+    grads: Sequence[torch.Tensor], sizes: dict[str, int], spec: ParamSpec, over: Collection[str] = DATA_DIMS
+) -> list[torch.Tensor]:
+    """Return, for each rank, the mean over the ranks that see different data, of the mesh dimensions `over`: added in
+    rank order, in the dtype that is reduced in, first within each `dp` group as the program does."""
+    dims = [d for d in DATA_DIMS if d in over and sizes.get(d, 1) > 1]
     values = [g.to(spec.reduce_dtype) for g in grads] if dims else list(grads)
     for dim in dims:
         means: dict[tuple[int, ...], torch.Tensor] = {}
