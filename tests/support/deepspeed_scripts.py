@@ -109,17 +109,21 @@ def run_in_bf16(name: str, system: str, *args: Any) -> list[float]:
     """What an example's `main` returns whose models are bf16, and get rows in bf16."""
     module, system_module, change = script(name, system)
     low = {"bf16": {"enabled": True}}
-    with rows_in_bf16(system_module.DeepSpeedEngine), initializing(system_module, lambda given: change(given) | low):
+    with rows_in_bf16(system_module), initializing(system_module, lambda given: change(given) | low):
         return module.main(*args)
 
 
 @contextlib.contextmanager
-def rows_in_bf16(engine: Any) -> Iterator[None]:
-    """Inside, engines cast floating-point rows, which a script for bf16 does itself, and outputs back."""
+def rows_in_bf16(system: Any) -> Iterator[None]:
+    """Inside, engines cast floating-point rows, which a script for bf16 does itself, and outputs back. (Those of pipelines don't: it
+    would be what stages send each other.)"""
+    engine, pipeline = system.DeepSpeedEngine, system.PipelineEngine
     original = engine.forward
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self, pipeline):
+            return original(self, *args, **kwargs)
         cast = [a.bfloat16() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
         return original(self, *cast, **kwargs).float()
 
