@@ -608,6 +608,10 @@ def test_other_launchers_and_elastic_jobs_are_shown(tmp_path, monkeypatch):
     ]:
         text = shown("--launcher", launcher, "-i", "n3@away")
         assert text.startswith(begin) and all(name in text for name in names)
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "16")
+    assert shown("--launcher", "slurm", "-i", "n3@away").startswith("env SRUN_CPUS_PER_TASK=16 srun ")
+    monkeypatch.setenv("SRUN_CPUS_PER_TASK", "8")
+    assert shown("--launcher", "slurm", "-i", "n3@away").startswith("srun ")
     elastic = shown("--elastic", "1:2", "--max_restarts", "3")
     assert elastic.count("--nnodes 1:2") == elastic.count("--max_restarts 3") == 3
     assert shown("--bind_cores_to_rank", "--bind_core_list", "0-3").count("zgraph.launch.bind_cores 0-3 script.py") == 3

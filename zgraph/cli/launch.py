@@ -109,7 +109,8 @@ def launch(
     lines, losses = carried(job, launcher.lower(), ssh_port), losses_of(job)
     if alone:
         lines = {socket.gethostname(): torchrun(job, 0)}
-    variables = {**job.variables, **own} if alone else {}
+    of_srun = environment.of_srun(os.environ) if launcher.lower() == "slurm" else {}
+    variables = {**job.variables, **own} if alone else of_srun
     if show:
         new = [f"{name}={value}" for name, value in variables.items() if os.environ.get(name) != value]
         for line in lines.values():

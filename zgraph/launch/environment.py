@@ -20,6 +20,13 @@ def passed_on(environ: Mapping[str, str]) -> dict[str, str]:
     return {k: v for k, v in environ.items() if k == "PATH" or (k.startswith(PASSED[:-1]) and _NAME.fullmatch(k))}
 
 
+def of_srun(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what srun has to be told of the allocation that it is started in: since Slurm 22.05 a step has one core for a task, whatever
+    sbatch was asked for."""
+    cores = environ.get("SLURM_CPUS_PER_TASK")
+    return {} if cores is None or "SRUN_CPUS_PER_TASK" in environ else {"SRUN_CPUS_PER_TASK": cores}
+
+
 def of_files(environ: Mapping[str, str], home: Path, here: Path) -> dict[str, str]:
     """Return the variables of the environment files.
 
