@@ -548,6 +548,57 @@ def test_weights_alone_leave_the_counters(tmp_path):
     assert same(other.module, engine.module)
 
 
+def test_a_checkpoint_may_be_loaded_in_part(tmp_path):
+    config = changed(scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 5}})
+    engine, *_ = initialized(config=config)
+    trained(engine, rows(4))
+    engine.save_checkpoint(tmp_path, tag="a")
+    wanted = trained(engine, rows(4, seed=8))
+
+    def loaded(**options):
+        other, *_ = initialized(net(4), config=config)
+        other.load_checkpoint(tmp_path, tag="a", **options)
+        return other
+
+    without_schedule = loaded(load_lr_scheduler_states=False)
+    assert without_schedule.lr_scheduler.last_batch_iteration == -1 and without_schedule.global_steps == 2
+    assert loaded().lr_scheduler.last_batch_iteration == 1 and trained(loaded(), rows(4, seed=8)) == wanted
+    without_states = loaded(load_optimizer_states=False)
+    assert without_states.global_steps == 2 and without_states.lr_scheduler.last_batch_iteration == 1
+    own = trained(without_states, rows(4, seed=8))
+    assert own[:2] == wanted[:2] and own[2:] != wanted[2:]  # (the first update is that of other states)
+    other, *_ = initialized(nn.Linear(8, 4), config=config)
+    for strict in (True, False):
+        with pytest.raises(CheckpointError):
+            other.load_checkpoint(tmp_path, tag="a", load_module_strict=strict)
+
+
+def test_what_nobody_can_ask_of_a_checkpoint_is_refused_by_name(tmp_path):
+    engine, *_ = initialized()
+    with pytest.raises(UnsupportedError, match="save_latest=False"):
+        engine.save_checkpoint(tmp_path, save_latest=False)
+    with pytest.raises(UnsupportedError, match="custom_load_fn"):
+        engine.load_checkpoint(tmp_path, custom_load_fn=lambda src, dst: None)
+    with pytest.raises(ValueError, match="needs a folder"):
+        engine.save_checkpoint("")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_rate_that_is_set_is_that_of_the_next_update_until_a_schedule_moves_it():
+    engine, *_ = initialized()
+    plain = net()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.05, weight_decay=0)
+    engine.set_lr(0.05)
+    assert engine.get_lr() == [0.05] and trained(engine, rows(4)) == plainly(plain, optimizer, rows(4), 2)
+    scheduled, *_ = initialized(
+        config=changed(scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 5}})
+    )
+    scheduled.set_lr(0.05)
+    assert scheduled.get_lr() == [0.05]
+    trained(scheduled, rows(2))
+    assert scheduled.get_lr() == scheduled.lr_scheduler.get_last_lr() != [0.05]
+
+
 def test_whole_weights_in_one_file(tmp_path):
     engine, *_ = initialized(config=changed(bf16={"enabled": True}))
     assert engine.save_16bit_model(tmp_path, "weights.bin")

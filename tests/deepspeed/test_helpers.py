@@ -5,6 +5,7 @@ import copy
 import importlib
 import logging
 import math
+from datetime import timedelta
 
 import pytest
 import torch
@@ -255,6 +256,15 @@ def test_a_parameter_of_no_engine_has_no_states():
             ("5", "6", "1", "gpu003"),
         ),
         ({"PMI_RANK": "0", "PMI_SIZE": "1"}, ("0", "1", "0", "127.0.0.1")),
+        (
+            {
+                "OMPI_COMM_WORLD_RANK": "1",
+                "OMPI_COMM_WORLD_SIZE": "2",
+                "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+                "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+            },
+            ("1", "2", "1", "127.0.0.1"),
+        ),
     ],
 )
 def test_a_launchers_variables_are_found(environ, found):
@@ -269,8 +279,9 @@ def test_a_launchers_variables_are_found(environ, found):
 def test_torchs_variables_come_first_and_a_missing_address_is_named():
     torch_s = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "1"}
     assert rank_variables({**torch_s, "SLURM_PROCID": "7", "SLURM_NTASKS": "9"})["RANK"] == "1"
-    with pytest.raises(MeshError, match="nothing says where rank 0 of 4 is"):
-        rank_variables({"PMI_RANK": "0", "PMI_SIZE": "4"})
+    for others in ({}, {"MPI_LOCALNRANKS": "2"}):
+        with pytest.raises(MeshError, match="nothing says where rank 0 of 4 is"):
+            rank_variables({"PMI_RANK": "0", "PMI_SIZE": "4", **others})
     assert first_host("node7") == "node7" and first_host("a1,b[2-3]") == "a1" and first_host("a[12]-x,b") == "a12-x"
 
 
@@ -337,6 +348,32 @@ def test_nccl_without_a_gpu_is_gloo_and_says_so(caplog, monkeypatch):
     dist.destroy_process_group()
     with pytest.raises(MeshError, match="dist_init_required=False"):
         deepspeed.init_distributed(dist_init_required=False)
+
+
+@pytest.mark.parametrize(
+    "environ, options, minutes",
+    [
+        ({}, {}, 30),
+        ({"DEEPSPEED_TIMEOUT": "7"}, {}, 7),
+        ({"DEEPSPEED_TIMEOUT": "7"}, {"timeout": timedelta(minutes=2)}, 2),
+    ],
+)
+def test_a_collective_may_take_as_long_as_the_environment_or_the_script_says(monkeypatch, environ, options, minutes):
+    asked = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **kwargs: asked.append((args, kwargs)))
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    deepspeed.init_distributed("gloo", **options)
+    deepspeed.init_distributed("gloo", init_method="tcp://here:1", rank=1, world_size=2, **options)
+    assert [kwargs["timeout"] for _, kwargs in asked] == [timedelta(minutes=minutes)] * 2
+    monkeypatch.setenv("PMI_RANK", "0")
+    monkeypatch.setenv("PMI_SIZE", "1")
+    with pytest.raises(MeshError, match="this process is rank 0 of 1 by those of another launcher"):
+        deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
+    assert asked[1][1]["init_method"] == "tcp://here:1" and (asked[1][1]["rank"], asked[1][1]["world_size"]) == (1, 2)
 
 
 # -- optimizers, schedulers, checkpointing, arguments -----------------------------------------------------------------------
@@ -479,6 +516,59 @@ def test_losses_that_are_not_the_mean_are_refused():
     engine, *_ = deepspeed.initialize(model=model, config=CONFIG)
     with pytest.raises(UnsupportedError, match="reduce_output=None"):
         engine.eval_batch(iter([(torch.ones(2, 2), torch.ones(2, 2))]), reduce_output=None)
+
+
+def drawn(**options):
+    """What layers draw: one of a spec, one that is tied, one that is built already, and the last again."""
+    torch.manual_seed(9)
+    layers = [
+        LayerSpec(nn.Linear, 2, 2),
+        TiedLayerSpec("t", nn.Linear, 2, 2),
+        TiedLayerSpec("t", nn.Linear, 2, 2),
+        LayerSpec(nn.Linear, 2, 2),
+    ]
+    model = PipelineModule(layers, num_stages=1, **options)
+    return [layer.weight.detach()[0, 0].item() for layer in model.forward_funcs]
+
+
+def seeded(*seeds):
+    found = []
+    for seed in seeds:
+        torch.manual_seed(seed)
+        found.append(nn.Linear(2, 2).weight.detach()[0, 0].item())
+    return found
+
+
+def test_layers_draw_by_seeds_of_their_own():
+    """(A layer's seed is that of the pipeline and its place, as in DeepSpeed; a tied one is drawn where it comes first.)"""
+    at = seeded(1234, 1235, 1237)
+    assert drawn(seed_layers=True) == [at[0], at[1], at[1], at[2]]
+    at = seeded(7, 8, 10)
+    assert drawn(seed_layers=True, base_seed=7) == [at[0], at[1], at[1], at[2]]
+    at = seeded(14, 16, 20)
+    assert drawn(seed_layers=True, base_seed=7, seed_fn=lambda seed: torch.manual_seed(2 * seed)) == [
+        at[0],
+        at[1],
+        at[1],
+        at[2],
+    ]
+    assert drawn(seed_fn=lambda seed: torch.manual_seed(0)) == drawn() != drawn(seed_layers=True)
+
+
+def test_a_pipeline_evaluates_to_its_loss_its_output_or_both():
+    model = PipelineModule([nn.Linear(2, 2)], num_stages=1, loss_fn=nn.functional.mse_loss)
+    engine, *_ = deepspeed.initialize(model=model, config={**CONFIG, "gradient_accumulation_steps": 2})
+    batches = [(torch.randn(2, 2), torch.randn(2, 2)) for _ in range(2)]
+    with torch.no_grad():
+        wanted = torch.cat([model(x) for x, _ in batches])
+    mean = nn.functional.mse_loss(wanted, torch.cat([y for _, y in batches]))
+    loss, output = engine.eval_batch(iter(batches), return_logits=True)
+    torch.testing.assert_close((loss, output), (mean, wanted))
+    torch.testing.assert_close(engine.eval_batch(iter(batches), compute_loss=False), wanted)
+    torch.testing.assert_close(
+        engine.eval_batch(iter(batches[:1]), num_micro_batches=1), nn.functional.mse_loss(wanted[:2], batches[0][1])
+    )
+    assert not engine.module.training and engine.global_steps == 0
 
 
 def test_micro_batches_of_different_sizes_are_refused():

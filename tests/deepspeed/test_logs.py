@@ -87,6 +87,41 @@ def test_wandb_is_written_by_its_library(monkeypatch):
     assert ({"Train/Samples/lr": 0.01}, 4) in written[1:]
 
 
+def test_tensorboard_is_written_by_its_library(monkeypatch, tmp_path):
+    written = []
+
+    class SummaryWriter:
+        def __init__(self, log_dir):
+            written.append(log_dir)
+
+        def add_scalar(self, name, value, position):
+            written.append((name, value, position))
+
+        def flush(self):
+            written.append("flush")
+
+    library = types.ModuleType("torch.utils.tensorboard")
+    library.SummaryWriter = SummaryWriter
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", library)
+    monkeypatch.setattr("zgraph.deepspeed.monitor._LIBRARIES", {})
+    run({"tensorboard": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}, steps=1)
+    assert written[0] == str(tmp_path / "job") and written[-1] == "flush"
+    assert ("Train/Samples/lr", 0.01, 4) in written
+
+
+@pytest.mark.parametrize("asked, level", [("debug", logging.DEBUG), ("ERROR", logging.ERROR), ("loud", logging.NOTSET)])
+def test_the_environment_sets_the_level_of_messages(monkeypatch, asked, level):
+    messages = importlib.import_module("zgraph.deepspeed.utils.logging")
+    monkeypatch.setattr(messages.logger, "level", logging.NOTSET)
+    monkeypatch.setenv("DEEPSPEED_LOG_LEVEL", asked)
+    importlib.reload(messages)
+    assert messages.logger.level == level
+    messages.set_log_level_from_string("warning")
+    assert messages.logger.level == logging.WARNING
+    with pytest.raises(ValueError, match="'loud' is no level: debug, info, warning, error"):
+        messages.set_log_level_from_string("loud")
+
+
 def test_a_monitor_without_its_library_is_refused(monkeypatch):
     monkeypatch.setattr("zgraph.deepspeed.monitor._LIBRARIES", {"tensorboard": ("no_such_library",)})
     with pytest.raises(PlanError, match="no_such_library is not installed") as error:

@@ -38,7 +38,7 @@ from torch.distributed import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 
-from zgraph.deepspeed.launch_environment import rank_variables
+from zgraph.deepspeed.launch_environment import TORCH, rank_variables
 from zgraph.errors import MeshError
 from zgraph.units import shown_bytes
 
@@ -133,7 +133,14 @@ def init_distributed(
     if init_method is not None:
         dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=limit)
         return
-    variables = rank_variables(os.environ, distributed_port) if auto_mpi_discovery else rank_variables(dict(os.environ))
+    variables = rank_variables(os.environ, distributed_port)
+    if variables and not auto_mpi_discovery and not all(name in os.environ for name in TORCH):
+        raise MeshError(
+            "torch's variables are not set, and no others may be looked at",
+            where="init_distributed(auto_mpi_discovery=False)",
+            why=f"this process is rank {variables['RANK']} of {variables['WORLD_SIZE']} by those of another launcher",
+            hint=f"leave it out; or set {', '.join(TORCH)}",
+        )
     if not variables:
         logger.warning("no launcher has started this process: it is rank 0 of 1")
         alone: Any = dist  # (torch exports it, and does not say so)

@@ -146,7 +146,9 @@ KEYS: dict[str, Key] = {
     "zero_optimization.allgather_bucket_size": _applied("number"),
     "zero_optimization.overlap_comm": _applied("bool"),
     "zero_optimization.compute_grad_norm": _same("bool", "the norm is computed where the plan clips or shows it"),
-    "zero_optimization.load_from_fp32_weights": _same("bool", "checkpoints hold the fp32 master weights"),
+    "zero_optimization.load_from_fp32_weights": _nothing(
+        "bool", "checkpoints hold the fp32 master weights, and these are loaded, as DeepSpeed does by default"
+    ),
     "zero_optimization.elastic_checkpoint": _same("bool", "every checkpoint loads on any number of ranks"),
     "zero_optimization.offload_param": _applied("table"),
     "zero_optimization.offload_param.device": _applied("text"),

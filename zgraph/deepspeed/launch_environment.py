@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from zgraph.errors import MeshError
 
-TORCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+TORCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # (torchrun sets them)
 
 
 class _System(NamedTuple):
@@ -21,6 +21,7 @@ class _System(NamedTuple):
     rank: str  # its variable for RANK
     world: str  # its variable for WORLD_SIZE
     local: str  # its variable for LOCAL_RANK
+    locals: str  # its variable for the number of ranks on this machine; "": none
     address: tuple[str, ...]  # its variables that name rank 0's host, or a list of hosts that begins with it
 
 
@@ -30,12 +31,25 @@ _SYSTEMS = (
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_SIZE",
         "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
         ("AZ_BATCH_MASTER_NODE", "AZ_BATCHAI_MPI_MASTER_NODE", "SM_HOSTS"),
     ),
-    _System("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", ()),
-    _System("MVAPICH", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", ()),
+    _System("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ()),
     _System(
-        "Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ("SLURM_LAUNCH_NODE_IPADDR", "SLURM_STEP_NODELIST")
+        "MVAPICH",
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+        (),
+    ),
+    _System(
+        "Slurm",
+        "SLURM_PROCID",
+        "SLURM_NTASKS",
+        "SLURM_LOCALID",
+        "",
+        ("SLURM_LAUNCH_NODE_IPADDR", "SLURM_STEP_NODELIST"),
     ),
 )
 
@@ -59,7 +73,7 @@ def rank_variables(environ: Mapping[str, str], port: int = 29500) -> dict[str, s
     address = environ.get("MASTER_ADDR") or next(
         (first_host(environ[name]) for name in system.address if environ.get(name)), None
     )
-    if address is None and int(variables["WORLD_SIZE"]) > 1:
+    if address is None and environ.get(system.locals, "1") != variables["WORLD_SIZE"]:
         raise MeshError(
             f"nothing says where rank 0 of {variables['WORLD_SIZE']} is",
             where="MASTER_ADDR",
