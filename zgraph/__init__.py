@@ -26,6 +26,16 @@ if TYPE_CHECKING:
     from zgraph.api.stream_weights import stream_weights
     from zgraph.api.verify import verify
     from zgraph.build.planned_step import programs
+    from zgraph.plan.attention import (
+        BigBird,
+        BlockLayout,
+        Dense,
+        Fixed,
+        LocalWindow,
+        Longformer,
+        MaskFunction,
+        Variable,
+    )
     from zgraph.plan.clipping_and_ema import EMA, GradClip
     from zgraph.plan.elasticity import Elastic
     from zgraph.plan.local_steps import LocalSteps
@@ -68,15 +78,22 @@ __all__ = [
     "Adam",
     "AdamW",
     "AdamW8bit",
+    "BigBird",
+    "BlockLayout",
     "Constant",
     "Cosine",
+    "Dense",
     "Elastic",
+    "Fixed",
     "GradClip",
     "LRRangeTest",
     "Linear",
     "Lion",
     "LocalSteps",
+    "LocalWindow",
+    "Longformer",
     "LossScale",
+    "MaskFunction",
     "Muon",
     "OneBitAdam",
     "OneBitLAMB",
@@ -87,6 +104,7 @@ __all__ = [
     "Precision",
     "Size",
     "TorchSchedule",
+    "Variable",
     "WarmupCosineLR",
     "WarmupDecayLR",
     "WarmupLR",
@@ -117,6 +135,16 @@ _OPTIMIZERS = (
     "ParamGroup",
     "SGD",
     "ZeroOneAdam",
+)
+_SPARSITIES = (
+    "BigBird",
+    "BlockLayout",
+    "Dense",
+    "Fixed",
+    "LocalWindow",
+    "Longformer",
+    "MaskFunction",
+    "Variable",
 )
 _SCHEDULES = (
     "Constant",
@@ -149,6 +177,7 @@ _LAZY = {
     "stream_weights": "zgraph.api.stream_weights",
     "verify": "zgraph.api.verify",
     **dict.fromkeys(_OPTIMIZERS, "zgraph.plan.optimizers"),
+    **dict.fromkeys(_SPARSITIES, "zgraph.plan.attention"),
     **dict.fromkeys(_SCHEDULES, "zgraph.plan.lr_schedules"),
 }
 

@@ -27,6 +27,7 @@ from zgraph.program.aliases import is_random
 from zgraph.program.node import tensors, value
 from zgraph.program.packed_attention import PACKED, PACKED_BACKWARD
 from zgraph.program.sizes import is_symbolic, stand_in
+from zgraph.program.sparse_attention import SPARSE, SPARSE_BACKWARD
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -578,6 +579,8 @@ ATTENTION = {
     aten._scaled_dot_product_cudnn_attention_backward.default,
     PACKED,
     PACKED_BACKWARD,
+    SPARSE,
+    SPARSE_BACKWARD,
 }
 
 

@@ -3,7 +3,6 @@ the tables."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
@@ -20,6 +19,7 @@ from zgraph.passes.canonicalize.inductor_prepare import inductor_prepare
 from zgraph.passes.canonicalize.known_masks import known_masks
 from zgraph.passes.canonicalize.narrow import narrow
 from zgraph.passes.canonicalize.packed_documents import PackedOptions, packed_documents
+from zgraph.passes.canonicalize.sparse_attention import SparseOptions, sparse_attention
 from zgraph.passes.compression.compress_gathers import compress_gathers
 from zgraph.passes.compression.compress_reductions import compress_reductions
 from zgraph.passes.compression.quantize_transfers import CompressOptions, Correction
@@ -47,6 +47,7 @@ from zgraph.passes.zero.release import release
 from zgraph.passes.zero.scale_loss import scale_loss
 from zgraph.passes.zero.secondary_shards import SecondaryOptions, secondary_shards
 from zgraph.passes.zero.shard_parameters import shard_parameters
+from zgraph.plan.user_functions import load_named
 from zgraph.program.program import CONTEXT_DIM, DATA_DIMS, TENSOR_DIM
 
 if TYPE_CHECKING:
@@ -366,6 +367,11 @@ def _offload_options(context: PassContext) -> OffloadOptions:
 STEP_PASSES: tuple[PassRow[PassContext], ...] = (
     PassRow(cleanup, _always("the passes behind it rely on it")),
     PassRow(narrow, _of("tiles", lambda plan: LOSS in plan.tiles)),
+    PassRow(
+        sparse_attention,
+        _of("attention", lambda plan: bool(plan.attention)),
+        lambda c: SparseOptions(tuple(c.plan.attention.items())),
+    ),
     PassRow(divide, _over(TENSOR_DIM), lambda c: DivideOptions(TENSOR_DIM, c.plan.sequence_parallel)),
     PassRow(known_masks, _over(CONTEXT_DIM)),
     PassRow(
@@ -436,7 +442,7 @@ def build(
 
 def load_policy(ref: str) -> Callable[[fx.Node], bool]:
     """Return the function over nodes that "package.module:name" names. Raises `PlanError` if there is none."""
-    policy = _load(ref, "policy")
+    policy = load_named(ref, "policy")
     if not callable(policy):
         raise PlanError(
             f"{ref!r} is no policy but {type(policy).__name__}", where="recompute", hint="a function of a node"
@@ -522,21 +528,9 @@ def _place(passes: list[Pass], ref: str, position: str | None, anchor: str | Non
     passes.insert(names.index(anchor) + (position == "after"), mine)
 
 
-def _load(ref: str, kind: str) -> Any:
-    module_name, _, attribute = ref.partition(":")
-    try:
-        return getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise PlanError(
-            f"{kind} {ref!r} can't be loaded",
-            why=f"{type(error).__name__}: {error}",
-            hint="is the module on the Python path?",
-        ) from error
-
-
 def load_pass(ref: str) -> Pass:
     """Return the pass that "package.module:name" names. Raises `PlanError` if there is none."""
-    definition = _load(ref, "pass")
+    definition = load_named(ref, "pass")
     instance = definition() if isinstance(definition, PassType) else definition
     if not isinstance(instance, Pass):
         raise PlanError(

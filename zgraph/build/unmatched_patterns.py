@@ -29,11 +29,11 @@ class Unmatched:
 
 
 def unmatched(plan: Plan, model: nn.Module) -> Iterator[Unmatched]:
-    """Yield each pattern of `recompute`, `tiles` and `tensor_parallel` that matches no module, by any of its names."""
+    """Yield each pattern of `recompute`, `tiles`, `attention` and `tensor_parallel` that matches no module, by any of its names."""
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     recompute = plan.recompute if isinstance(plan.recompute, tuple) else ()
     tiles = [p for p in plan.tiles if p != LOSS]
-    for field, patterns in (("recompute", recompute), ("tiles", tiles)):
+    for field, patterns in (("recompute", recompute), ("tiles", tiles), ("attention", list(plan.attention))):
         for pattern in patterns:
             if not matches(names, [pattern]):
                 what = f"{field} has a pattern {pattern!r} that matches no module"

@@ -17,6 +17,7 @@ from zgraph.deepspeed.optimizers import optimizer, scheduler
 from zgraph.deepspeed.plan_draft import Draft
 from zgraph.deepspeed.read_config import Config, check, fill, read
 from zgraph.deepspeed.report import Report
+from zgraph.deepspeed.sparse_attention import sparse_attention
 from zgraph.errors import PlanError
 from zgraph.plan.plan import Plan
 from zgraph.plan.precision import Precision, preset
@@ -75,6 +76,7 @@ def report(config: Config, *, world: int, model: Any = None, arguments: Any = No
     _wire(draft)
     _offload(draft)
     _elasticity(draft)
+    sparse_attention(draft)
     _rest(draft)
     return draft.finish()
 

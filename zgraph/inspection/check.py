@@ -163,6 +163,7 @@ class _Checks:
             ("precision", self._precision, ("plan", "specs")),
             ("recompute", lambda: self._unmatched("recompute"), ("plan", "model")),
             ("tiles", lambda: self._unmatched("tiles"), ("plan", "model")),
+            ("attention", lambda: self._unmatched("attention"), ("plan", "model")),
             ("tensor_parallel", lambda: self._unmatched("tensor_parallel"), ("plan", "model")),
             ("optimizer", self._optimizer, ("plan", "specs")),
             ("schedule", self._schedule, ("plan", "specs")),

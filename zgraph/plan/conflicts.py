@@ -457,5 +457,19 @@ CONFLICTS = (
         _only_with("tp", field, "weights")
         for field in ("tensor_parallel", "sequence_parallel", "async_tensor_parallel", "partition_activations")
     ),
+    Conflict(
+        "attention",
+        lambda plan: bool(plan.attention) and _ranks(plan, "cp") != 1,
+        "attention is sparse, and mesh.cp divides the sequence",
+        why="a ring of ranks would send keys that no block sees",
+        hint='leave "cp" out of the mesh; sparse attention takes long sequences on one rank',
+    ),
+    Conflict(
+        "attention",
+        lambda plan: _ranks(plan, "tp") != 1 and any(s.heads_differ for s in plan.attention.values()),
+        "heads have different layouts of attention, and mesh.tp divides the heads",
+        why="ranks run one program, and a layout is a part of it",
+        hint='give all heads one layout (different_layout_per_head=False); or leave "tp" out of the mesh',
+    ),
     *(_only_with("cp", field, "a sequence") for field in ("sequence_dim", "context_attention")),
 )

@@ -33,6 +33,7 @@ from pydantic import (
 from zgraph.errors import MeshError, PlanError
 from zgraph.names import did_you_mean
 from zgraph.plan import planfile
+from zgraph.plan.attention import Attention, AttentionTable
 from zgraph.plan.clipping_and_ema import Average, Clip
 from zgraph.plan.communication import Bucket, Bytes, Prefetch
 from zgraph.plan.conflicts import first_conflict
@@ -396,6 +397,12 @@ class Plan(Record, frozen=True):
         description="what runs in chunks over slices of its rows, so that nothing inside of it is stored whole: a table from "
         "patterns of module paths, "
         'or "loss" (the classification loss with the matrix product that gives its logits), to numbers of chunks',
+    )
+    attention: AttentionTable = Field(
+        examples=[{"layers.*": {"kind": "bigbird", "block": 64}}],
+        default_factory=Attention,
+        description="attention that computes only some blocks of queries with some blocks of keys: a table from patterns of module paths to "
+        'sparsities (zgraph.Fixed, Variable, BigBird, Longformer, LocalWindow, BlockLayout, Dense), or mask functions "package.module:name"',
     )
     shapes: Annotated[
         Literal["auto", "static", "dynamic"] | Buckets | Hot,

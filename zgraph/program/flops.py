@@ -11,8 +11,10 @@ import torch
 from torch import fx
 
 from zgraph.program.node import value
+from zgraph.program.sparse_attention import SPARSE, SPARSE_BACKWARD, counted_blocks
 
 aten = torch.ops.aten
+_LONG = 4096  # the length whose share of blocks stands for that of symbolic lengths
 
 
 def _attention(query: Any, key: Any, values: Any, *rest: Any, **options: Any) -> Any:
@@ -28,11 +30,30 @@ def _attention_backward(grad_out: Any, query: Any, key: Any, values: Any, *rest:
     return sdpa_backward_flop_count(grad_out, query, key, values)
 
 
+def _sparse_attention(query: Any, key: Any, values: Any, *rest: Any, **options: Any) -> Any:
+    return _share(query, rest[-1], _attention(query, key, values))
+
+
+def _sparse_attention_backward(grad_out: Any, query: Any, key: Any, values: Any, *rest: Any, **options: Any) -> Any:
+    return _share(query, rest[-1], _attention_backward(grad_out, query, key, values))
+
+
+def _share(query: Any, layout: str, whole: Any) -> Any:
+    """Return the operations of the blocks of a layout; a symbolic length has the share of `_LONG`."""
+    heads, length = (
+        size if type(size) is int else typical for size, typical in zip(query[1:3], (1, _LONG), strict=True)
+    )
+    computed, all_blocks = counted_blocks(layout, heads, length)
+    return whole * computed // all_blocks
+
+
 # Attention on a CPU: shapes of the arguments to operations, as `FlopCounterMode(custom_mapping=…)` takes it. (What packed attention
 # costs depends on the lengths of its documents, which no program knows.)
 BEYOND_TORCH: dict[Any, Callable[..., Any]] = {
     aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    SPARSE.overloadpacket: _sparse_attention,
+    SPARSE_BACKWARD.overloadpacket: _sparse_attention_backward,
 }
 
 

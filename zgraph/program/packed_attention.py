@@ -89,7 +89,7 @@ def _forward(
     is_causal: bool,
     scale: float | None,
 ) -> tuple[Tensor, Tensor]:
-    out, sums = _like_forward(query, key, value, documents, order, is_causal, scale)
+    out, sums = like_forward(query, key, value, documents, order, is_causal, scale)
     for rows, part, mask in _blocks(documents, order, is_causal, query):
         block_inputs = (x[rows, :, part] for x in (query, key, value))
         block_outputs = _FORWARD(*block_inputs, 0.0, is_causal and mask is None, attn_mask=mask, scale=scale)
@@ -109,7 +109,7 @@ def _backward(
     is_causal: bool,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grads = _like_backward(grad_out, query, key, value)
+    grads = like_backward(grad_out, query, key, value)
     for rows, part, mask in _blocks(documents, order, is_causal, query):
         block_inputs = (x[rows, :, part] for x in (grad_out, query, key, value, out, logsumexp))
         block_grads = _BACKWARD(*block_inputs, 0.0, is_causal and mask is None, attn_mask=mask, scale=scale)
@@ -159,7 +159,7 @@ def _block(
     is_causal: bool,
     scale: float | None,
 ) -> tuple[Tensor, Tensor]:
-    out, sums = _like_forward(query, key, value)
+    out, sums = like_forward(query, key, value)
     out.zero_()
     sums.fill_(-torch.inf)
     orders = (order, other_order) if is_causal else (None, None)
@@ -190,7 +190,7 @@ def _block_backward(
     is_causal: bool,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grads = [x.zero_() for x in _like_backward(grad_out, query, key, value)]
+    grads = [x.zero_() for x in like_backward(grad_out, query, key, value)]
     orders = (order, other_order) if is_causal else (None, None)
     for rows, queries, keys, shown in _seen(documents, others, *orders, query.shape[0]):
         parts = (queries, queries, keys, keys, queries, queries)
@@ -203,16 +203,18 @@ def _block_backward(
     return grads[0], grads[1], grads[2]
 
 
-def _like_forward(query: Tensor, key: Tensor, value: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+def like_forward(query: Tensor, key: Tensor, value: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    """Return uninitialized results of an attention on a CPU, in the layout of torch's own."""
     rows, heads, length = query.shape[:3]
     sum_dtype = torch.float32 if query.dtype in (torch.bfloat16, torch.float16) else query.dtype
     sums = torch.empty((rows, length, heads), dtype=sum_dtype, device=query.device).transpose(1, 2)
     return torch.empty_like(query), sums
 
 
-def _like_backward(
+def like_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return uninitialized gradients of query, key and value, in the layout of torch's own."""
     first, second, third = (
         torch.empty_permuted(x.size(), (0, 2, 1, 3), dtype=x.dtype, device=x.device) for x in (query, key, value)
     )
@@ -223,7 +225,7 @@ library.impl("packed_attention", _forward, "CPU")
 library.impl("packed_attention_backward", _backward, "CPU")
 library.impl("packed_block", _block, "CPU")
 library.impl("packed_block_backward", _block_backward, "CPU")
-torch.library.register_fake("zgraph::packed_attention", _like_forward, lib=library)
-torch.library.register_fake("zgraph::packed_attention_backward", _like_backward, lib=library)
-torch.library.register_fake("zgraph::packed_block", _like_forward, lib=library)
-torch.library.register_fake("zgraph::packed_block_backward", _like_backward, lib=library)
+torch.library.register_fake("zgraph::packed_attention", like_forward, lib=library)
+torch.library.register_fake("zgraph::packed_attention_backward", like_backward, lib=library)
+torch.library.register_fake("zgraph::packed_block", like_forward, lib=library)
+torch.library.register_fake("zgraph::packed_block_backward", like_backward, lib=library)

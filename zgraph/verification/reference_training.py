@@ -26,6 +26,7 @@ from zgraph.runtime.train_step import Call, for_forward, loss_of, named
 from zgraph.update import scaler
 from zgraph.update.build_update import AHEAD, EMA, MASTER, NONFINITE, build_update, scalar_names, states_of
 from zgraph.update.parameter_groups import Member
+from zgraph.verification.masked_attention import masks_of
 from zgraph.verification.virtual_ranks import run_virtual
 from zgraph.verification.virtual_step import SCALE, Called, cast_to, in_precision, own_copy
 
@@ -91,6 +92,7 @@ class PlainModel:
         self.called = Called(module, getattr(module.forward, "__func__", None))
         self.precision = plan.resolved_precision()
         self.loss_fn = loss_fn
+        self.attention = plan.attention
 
     def forward(self, call: Call) -> tuple[Any, Ran]:
         """Run one call; return (its output, the tensors in it and the loss)."""
@@ -100,7 +102,8 @@ class PlainModel:
         if self.precision.cast_inputs and low is not None:
             args, kwargs = pytree.tree_map(lambda x: cast_to(x, low), given)
         out = self.precision.dtype("output")
-        output = pytree.tree_map(lambda v: cast_to(v, out), self.module(*args, **kwargs))
+        with masks_of(self.module, self.attention):
+            output = pytree.tree_map(lambda v: cast_to(v, out), self.module(*args, **kwargs))
         loss = loss_of(output, self.loss_fn, named(self.called, given), rest, others)
         tensors = tensors_of(output)
         same = next((t for t in tensors.values() if t.dim() == 0 and loss is t), None)
@@ -132,6 +135,10 @@ class ReferenceTraining:
     # -- gradients ----------------------------------------------------------------------------------------------------
     def backward(self, rank: int, ran: Ran) -> None:
         """Add the gradients of one copy's backward to those it has, scaling the loss of half precision meanwhile."""
+        with masks_of(self.copies[rank].module, self.plan.attention):  # (a checkpointed region runs once more)
+            self._backward(rank, ran)
+
+    def _backward(self, rank: int, ran: Ran) -> None:
         if self.scale == 1.0:
             ran.backward()
             return
@@ -256,7 +263,8 @@ class _Update:
         for member in chosen:
             states = states_of(member, self.specs[member.name], self.options)
             self.states[member.name] = {k: self.held[InputRole.STATE, f"{member.name}/{k}"] for k in states}
-            self.states[member.name]["step"] = self.held[InputRole.STATE, member.count]
+            if states:  # (as in torch, a parameter without other states has no count that anyone sees)
+                self.states[member.name]["step"] = self.held[InputRole.STATE, member.count]
         return outputs
 
     def _begin(self, member: Member, weight: torch.Tensor) -> None:

@@ -45,6 +45,8 @@ from zgraph.codegen.partition import Parts
 from zgraph.errors import ModelError, SignatureError
 from zgraph.parameters.layout import planned_layout
 from zgraph.parameters.mixed_precision import check, prepare
+from zgraph.passes.canonicalize.sparse_attention import SparseOptions, sparse_attention
+from zgraph.plan.attention import Sparsity
 from zgraph.plan.plan import Plan
 from zgraph.plan.shapes import values_in
 from zgraph.program.node import tensor
@@ -55,6 +57,7 @@ from zgraph.runtime.train_step import in_order, split_batch
 from zgraph.stages.stage_programs import refuse_state
 from zgraph.torch_compat import inductor_code
 from zgraph.update.owned_parameters import within
+from zgraph.verification.masked_attention import masks_of, with_masks
 from zgraph.verification.unshared_inputs import own_inputs
 from zgraph.verification.virtual_ranks import Watch, coordinates, group_ranks, run_virtual
 
@@ -173,6 +176,8 @@ class VirtualStep:
         self.ranks = self.calls[0]
         self._refuse_overlap(split_inputs(batches[0][0]))
         captured = self.step.captured
+        if self.plan.attention:  # (it is to change what is computed; no other pass is)
+            sparse_attention(SparseOptions(tuple(self.plan.attention.items())))(captured)
         captured.params = self.specs = divided_layout(captured, self.plan, self.costs, self.model)
         self.params = {n: p.detach() for n, p in self.model.named_parameters()}
 
@@ -403,10 +408,12 @@ class PlainRun:
             call = pytree.tree_map(lambda x: cast_to(x, low), call)
         out = precision.dtype("output")
         values: list[Any] = []
+        attention = entry.context.plan.attention
+        graph_module = with_masks(entry.trace.flat.graph_module, entry.trace.aliases, attention)
 
         def capture(*flat: Any) -> Sequence[Any]:
             # (Gradients stay enabled: a hook that forward registers needs a value that requires one.)
-            outputs = [cast_to(v, out) for v in entry.trace.flat.graph_module(*flat)]
+            outputs = [cast_to(v, out) for v in graph_module(*flat)]
             # Each output is a leaf, so that a tangent is the loss's derivative by this output and no other.
             values.extend(
                 v.detach().requires_grad_() if i in entry.trace.differentiable else v for i, v in enumerate(outputs)
@@ -416,7 +423,8 @@ class PlainRun:
         # The numbers are the plain model's own; dynamo's flat graph, run from the same state, identifies its outputs.
         torch.set_rng_state(self.random)
         given = own_inputs(call)
-        output = pytree.tree_map(lambda v: cast_to(v, out), plain(*given[0], **given[1]))
+        with masks_of(plain, attention):
+            output = pytree.tree_map(lambda v: cast_to(v, out), plain(*given[0], **given[1]))
         self.changed = {
             port.name: value
             for port, value in zip(entry.trace.inputs, entry.trace.flat.flatten(model, *given), strict=True)
@@ -434,10 +442,11 @@ class PlainRun:
         self.plain = {self.output_name(i): plain_leaves.get(id(v), v) for i, v in enumerate(values)}
         if entry.trace.differentiable:
             losses = [loss_fn(x) if loss_fn else find_loss(x) for x in (output, flat_output)]
-            self._differentiate(plain, losses, {i: values[i] for i in sorted(entry.trace.differentiable)}, weight)
+            with masks_of(plain, attention):  # (a checkpointed region runs once more)
+                self._differentiate(plain, losses, {i: values[i] for i in sorted(entry.trace.differentiable)}, weight)
         self.buffers = dict(plain.named_buffers())
-        self._precise = lambda seed: precise_run(
-            copy.deepcopy(before), own_inputs(call), loss_fn, weight, self.random, seed
+        self._precise = lambda seed: _precise(
+            attention, copy.deepcopy(before), own_inputs(call), loss_fn, weight, self.random, seed
         )
 
     def _differentiate(
@@ -513,6 +522,11 @@ class PreciseRun:
     grads: dict[str, torch.Tensor]  # the gradients of parameters that have one
     buffers: dict[str, torch.Tensor]  # the updated buffers
     shaken: bool  # whether something was in double precision before
+
+
+def _precise(attention: Mapping[str, Sparsity], model: nn.Module, *args: Any) -> PreciseRun | None:
+    with masks_of(model, attention):
+        return precise_run(model, *args)
 
 
 def precise_run(

@@ -17,17 +17,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
 
+import zgraph
 from zgraph.passes.spmd import sharding_rules
 from zgraph.passes.spmd.sharding_rules import Dims, Rule, operands_of, rule_of
 from zgraph.program import collectives, ops
 from zgraph.program.packed_attention import PACKED, PACKED_BACKWARD
+from zgraph.program.sparse_attention import SPARSE, SPARSE_BACKWARD
 
 aten, prims = torch.ops.aten, torch.ops.prims
 PARTS = 2
 SOURCE = torch.Generator().manual_seed(0)
 
 # Attention on a GPU: a CPU has only their shapes.
-SHAPES_ONLY = {target for target in sharding_rules.ATTENTION if "for_cpu" not in str(target)}
+SHAPES_ONLY = {
+    target
+    for target in sharding_rules.ATTENTION
+    if "for_cpu" not in str(target) and target not in (SPARSE, SPARSE_BACKWARD)
+}
 
 
 @dataclass(frozen=True)
@@ -247,6 +253,11 @@ def _examples() -> list[Example]:
     out, sums = PACKED(q, q, q, documents, None, True, None)
     of(PACKED, q, q, q, documents, None, True, None)
     of(PACKED_BACKWARD, x(*out.shape), q, q, q, out, sums, documents, None, True, None)
+    for keys, mask in ((q, None), (q, x(2, 1, 6, 6)), (k[:, :2], x(6, 6))):
+        options = (mask, True, None, zgraph.LocalWindow(block=8).model_dump_json())
+        out, sums = SPARSE(q, keys, keys, *options)
+        of(SPARSE, q, keys, keys, *options)
+        of(SPARSE_BACKWARD, x(*out.shape), q, keys, keys, out, sums, *options)
     q, k = (t.to("meta", torch.float16) for t in (x(2, 4, 64, 8), x(2, 4, 64, 8)))
     for gpu, last in (
         (aten._scaled_dot_product_flash_attention, (0.0, False, False)),

@@ -1,0 +1,283 @@
+"""Attention of some blocks of queries with some blocks of keys, by the layouts of `zgraph.plan.attention`: an operator, and its backward.
+
+`zgraph::sparse_attention(query, key, value, attn_mask, is_causal, scale, layout) -> (out, logsumexp)` is attention [rows, heads, length,
+width] whose layout (a record as JSON) hides what its blocks leave out, besides `attn_mask` (added to the scores) and `is_causal`. Keys may
+have fewer heads. It works row of blocks by row of blocks, with the keys that the row sees gathered side by side, by the kernel of whole
+attention; so its work is that of the blocks, and it holds no value of length x length. A query that sees no key has output 0.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zgraph.errors import PlanError
+from zgraph.plan.attention import BlockLayout, MaskFunction, Sparsity, sparsity_of
+from zgraph.plan.user_functions import load_named
+from zgraph.program.ops import library
+from zgraph.program.packed_attention import like_backward, like_forward
+
+aten = torch.ops.aten
+_FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
+_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+_ROWS_AT_ONCE = (
+    1 << 22
+)  # elements of a mask function's result that are computed at once, to see which blocks it leaves empty
+
+_OPTIONS = "Tensor? attn_mask, bool is_causal, float? scale, str layout"
+library.define(f"sparse_attention(Tensor query, Tensor key, Tensor value, {_OPTIONS}) -> (Tensor, Tensor)")
+library.define(
+    "sparse_attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, "
+    f"{_OPTIONS}) -> (Tensor, Tensor, Tensor)"
+)
+SPARSE = torch.ops.zgraph.sparse_attention.default
+SPARSE_BACKWARD = torch.ops.zgraph.sparse_attention_backward.default
+
+_WHOLE = slice(None)
+
+
+# -- layouts ----------------------------------------------------------------------------------------------------------
+@functools.lru_cache(maxsize=256)
+def block_rows(layout: str, heads: int, length: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Return, for one head (if all are alike) or for each, the blocks of keys that each block of queries sees."""
+    sparsity = sparsity_of(layout)
+    blocks = -(-length // sparsity.block)
+    if isinstance(sparsity, MaskFunction):
+        return _rows_of_function(sparsity, heads, length)
+    if isinstance(sparsity, BlockLayout) and len(sparsity.layout) not in (1, heads):
+        raise PlanError(
+            f"the layout is for {len(sparsity.layout)} heads, and attention has {heads}",
+            where="attention",
+            hint="give one square of blocks for all heads, or one for each",
+        )
+    each = range(heads if sparsity.heads_differ else 1)
+    return tuple(tuple(tuple(sorted(row)) for row in sparsity.rows(blocks, head)) for head in each)
+
+
+def _rows_of_function(sparsity: MaskFunction, heads: int, length: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    side, blocks = sparsity.block, -(-length // sparsity.block)
+    rows: list[list[tuple[int, ...]]] = [[] for _ in range(heads)]
+    keys = torch.arange(length)
+    for start in range(0, length, side):
+        queries = torch.arange(start, min(start + side, length))
+        for first in range(0, heads, each := max(1, _ROWS_AT_ONCE // (side * length))):
+            chosen = torch.arange(first, min(first + each, heads))
+            shown = shown_by(sparsity, chosen, queries, keys)
+            filled = (
+                torch.nn.functional.pad(shown.any(1), (0, blocks * side - length))
+                .view(len(chosen), blocks, side)
+                .any(2)
+            )
+            for head, row in zip(chosen.tolist(), filled, strict=True):
+                rows[head].append(tuple(row.nonzero().flatten().tolist()))
+    same = all(row == rows[0] for row in rows)
+    return tuple(map(tuple, rows[:1] if same and _is_of_all_heads(sparsity, heads, length) else rows))
+
+
+def _is_of_all_heads(sparsity: MaskFunction, heads: int, length: int) -> bool:
+    """Return whether a mask function shows the same for all heads."""
+    keys, first = torch.arange(length), torch.zeros(1, dtype=torch.int64)
+    for start in range(0, length, sparsity.block):
+        queries = torch.arange(start, min(start + sparsity.block, length))
+        shown = shown_by(sparsity, first, queries, keys)
+        if any(not torch.equal(shown, shown_by(sparsity, first + head, queries, keys)) for head in range(1, heads)):
+            return False
+    return True
+
+
+def shown_by(sparsity: MaskFunction, heads: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+    """Return what a mask function shows, [heads, queries, keys]. Raises `PlanError` for one that fails, or gives something else."""
+    function: Callable[..., Tensor] = load_named(sparsity.function, "mask function")
+    where, shape = f"attention: {sparsity.function}", (len(heads), len(queries), len(keys))
+    try:
+        shown = function(torch.tensor(0), heads.view(-1, 1, 1), queries.view(1, -1, 1), keys.view(1, 1, -1))
+        whole = torch.broadcast_to(shown, shape)
+    except Exception as error:
+        raise PlanError(
+            "a mask function fails",
+            where=where,
+            why=f"{type(error).__name__}: {error}",
+            hint="it gets (batch, head, query, key) as tensors of whole numbers that broadcast, and returns a tensor of booleans: "
+            "operators of tensors, & and | in place of and, or, if",
+        ) from error
+    if whole.dtype is not torch.bool:
+        raise PlanError(
+            f"a mask function gives {whole.dtype}, not booleans", where=where, hint="return a comparison, not a number"
+        )
+    return whole
+
+
+def counted_blocks(layout: str, heads: int, length: int) -> tuple[int, int]:
+    """Return (the number of blocks that are computed, the number of all blocks), of the heads whose layouts differ."""
+    rows = block_rows(layout, heads, length)
+    return sum(len(row) for head in rows for row in head), max(1, sum(len(head) ** 2 for head in rows))
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """What is computed at once: some heads, a row of blocks of queries (or several that see the same), and their keys."""
+
+    heads: slice | Tensor  # all heads, or their indices
+    queries: slice  # positions of queries
+    keys: slice | Tensor  # positions of keys, ascending
+    places: Tensor | None  # the positions of keys, where a mask depends on them
+
+
+@functools.lru_cache(maxsize=64)
+def _pieces(layout: str, heads: int, length: int, is_causal: bool) -> tuple[_Piece, ...]:
+    sparsity = sparsity_of(layout)
+    alike: dict[tuple[tuple[int, ...], ...], list[int]] = {}
+    rows_of_heads = block_rows(layout, heads, length)
+    for head, rows in enumerate(rows_of_heads):
+        alike.setdefault(rows, []).append(head)
+    pieces: list[_Piece] = []
+    for rows, of in alike.items():
+        whole = len(rows_of_heads) == 1 or (len(of) == heads and not isinstance(sparsity, MaskFunction))
+        chosen = _WHOLE if whole else torch.tensor(of)
+        pieces += _pieces_of(sparsity, rows, chosen, length, is_causal)
+    return tuple(pieces)
+
+
+def _pieces_of(
+    sparsity: Sparsity, rows: Sequence[tuple[int, ...]], heads: slice | Tensor, length: int, is_causal: bool
+) -> Iterator[_Piece]:
+    side = sparsity.block
+    if is_causal:
+        rows = [tuple(block for block in row if block <= at) for at, row in enumerate(rows)]
+    at = 0
+    while at < len(rows):
+        last = at + 1
+        while last < len(rows) and rows[last] == rows[at]:
+            last += 1
+        if rows[at]:
+            queries = slice(at * side, min(last * side, length))
+            places = _places(rows[at], side, length)
+            apart = int(places[-1]) - int(places[0]) + 1 != len(places)
+            keys = places if apart else slice(int(places[0]), int(places[-1]) + 1)
+            masked = isinstance(sparsity, MaskFunction) or (is_causal and rows[at][-1] >= at)
+            yield _Piece(heads, queries, keys, places if masked else None)
+        at = last
+
+
+def _places(blocks: Sequence[int], side: int, length: int) -> Tensor:
+    return torch.cat([torch.arange(block * side, min((block + 1) * side, length)) for block in blocks])
+
+
+# -- running ----------------------------------------------------------------------------------------------------------
+class _Parts:
+    """The tensors of one piece."""
+
+    def __init__(self, piece: _Piece, query: Tensor, key: Tensor) -> None:
+        self.piece = piece
+        self.length = query.shape[2]
+        self.owners: Tensor | None = None  # for each head of the piece, the head of its keys; None for all as they are
+        if isinstance(piece.heads, Tensor):
+            self.owners = piece.heads // (query.shape[1] // key.shape[1])
+
+    def of_queries(self, x: Tensor) -> Tensor:
+        return x[:, self.piece.heads, self.piece.queries]
+
+    def of_keys(self, x: Tensor) -> Tensor:
+        x = x[:, :, self.piece.keys] if isinstance(self.piece.keys, slice) else x.index_select(2, self.piece.keys)
+        return x if self.owners is None else x.index_select(1, self.owners)
+
+    def add_to_keys(self, whole: Tensor, part: Tensor) -> None:
+        """Add the gradient of the piece's keys to that of all."""
+        part = part.to(whole.dtype)
+        if self.owners is not None:
+            heads = torch.zeros((len(part), whole.shape[1], *part.shape[2:]), dtype=whole.dtype)
+            part = heads.index_add_(1, self.owners, part)
+        if isinstance(self.piece.keys, slice):
+            whole[:, :, self.piece.keys] += part
+        else:
+            whole.index_add_(2, self.piece.keys, part)
+
+    def mask(self, sparsity: Sparsity, attn_mask: Tensor | None, is_causal: bool, like: Tensor) -> Tensor | None:
+        """Return the mask that is added to the piece's scores, None for none."""
+        piece = self.piece
+        added = None
+        if attn_mask is not None:
+            added = attn_mask.expand(*attn_mask.shape[:-2], self.length, self.length)[..., piece.queries, :]
+            added = added[..., piece.keys] if isinstance(piece.keys, slice) else added.index_select(-1, piece.keys)
+            if isinstance(piece.heads, Tensor) and added.dim() == 4 and added.shape[1] != 1:
+                added = added.index_select(1, piece.heads)
+        if piece.places is None:
+            return added
+        queries = torch.arange(piece.queries.start, piece.queries.stop)
+        shown = piece.places <= queries.unsqueeze(1) if is_causal else None
+        if isinstance(sparsity, MaskFunction):
+            heads = torch.zeros(1, dtype=torch.int64) if isinstance(piece.heads, slice) else piece.heads
+            by_function = shown_by(sparsity, heads, queries, piece.places)
+            shown = by_function if shown is None else shown & by_function
+        assert shown is not None
+        if added is None:
+            added = torch.zeros((), dtype=like.dtype)
+        whole = torch.where(shown, added, torch.tensor(-torch.inf, dtype=added.dtype))
+        return whole.unsqueeze(0) if whole.dim() == 3 else whole
+
+
+def _forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    layout: str,
+) -> tuple[Tensor, Tensor]:
+    out, sums = like_forward(query, key, value)
+    out.zero_()
+    sums.zero_()
+    sparsity = sparsity_of(layout)
+    for piece in _pieces(layout, query.shape[1], query.shape[2], is_causal):
+        parts = _Parts(piece, query, key)
+        mask = parts.mask(sparsity, attn_mask, is_causal, query)
+        given = (parts.of_queries(query), parts.of_keys(key), parts.of_keys(value))
+        part_out, part_sums = _FORWARD(*given, 0.0, False, attn_mask=mask, scale=scale)
+        out[:, piece.heads, piece.queries], sums[:, piece.heads, piece.queries] = part_out, part_sums
+    return out, sums
+
+
+def _backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    layout: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_query, grad_key, grad_value = like_backward(grad_out, query, key, value)
+    grad_query.zero_()
+    # (each key's gradient is a sum over rows of blocks, which is rounded once)
+    summed = [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in (grad_key, grad_value)]
+    sparsity = sparsity_of(layout)
+    for piece in _pieces(layout, query.shape[1], query.shape[2], is_causal):
+        parts = _Parts(piece, query, key)
+        mask = parts.mask(sparsity, attn_mask, is_causal, query)
+        given = (
+            parts.of_queries(grad_out),
+            parts.of_queries(query),
+            parts.of_keys(key),
+            parts.of_keys(value),
+            parts.of_queries(out),
+            parts.of_queries(logsumexp),
+        )
+        of_query, of_key, of_value = _BACKWARD(*given, 0.0, False, attn_mask=mask, scale=scale)
+        grad_query[:, piece.heads, piece.queries] = of_query
+        parts.add_to_keys(summed[0], of_key)
+        parts.add_to_keys(summed[1], of_value)
+    return grad_query, grad_key.copy_(summed[0]), grad_value.copy_(summed[1])
+
+
+library.impl("sparse_attention", _forward, "CPU")
+library.impl("sparse_attention_backward", _backward, "CPU")
+torch.library.register_fake("zgraph::sparse_attention", like_forward, lib=library)
+torch.library.register_fake("zgraph::sparse_attention_backward", like_backward, lib=library)

@@ -1,0 +1,137 @@
+"""The plain model with a plan's sparsity of attention: whole attention, with a mask of what the layouts leave out.
+
+It is what `zgraph.verify` compares sparse attention with. Calls of torch's attention get the mask: those of a module's own code by the module
+whose method makes them, those of a captured graph by its records.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.overrides import TorchFunctionMode
+
+from zgraph.names import around, matches
+from zgraph.plan.attention import MaskFunction, Sparsity
+from zgraph.program.node import module_of
+from zgraph.program.sparse_attention import block_rows, shown_by
+
+_ATTENTION = torch.nn.functional.scaled_dot_product_attention
+
+
+@functools.lru_cache(maxsize=16)
+def layout_mask(sparsity: Sparsity, heads: int, length: int) -> torch.Tensor:
+    """Return what a sparsity shows, element by element: [heads or 1, length, length], booleans."""
+    if isinstance(sparsity, MaskFunction):
+        places = torch.arange(length)
+        return shown_by(sparsity, torch.arange(heads), places, places)
+    rows, side = block_rows(sparsity.model_dump_json(), heads, length), sparsity.block
+    blocks = torch.zeros((len(rows), -(-length // side), -(-length // side)), dtype=torch.bool)
+    for head, of_head in enumerate(rows):
+        for at, row in enumerate(of_head):
+            blocks[head, at, list(row)] = True
+    return blocks.repeat_interleave(side, 1).repeat_interleave(side, 2)[:, :length, :length]
+
+
+def masked(
+    sparsity: Sparsity, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """Return torch's attention with the mask of a sparsity besides its own."""
+    names = ("attn_mask", "dropout_p", "is_causal")
+    options = dict(zip(names, args, strict=False)) | kwargs
+    length = query.shape[-2]
+    shown = layout_mask(sparsity, query.shape[-3], length)
+    if options.pop("is_causal", False):
+        shown = shown & torch.ones(length, length, dtype=torch.bool).tril()
+    given = options.pop("attn_mask", None)
+    if given is not None:
+        hidden = torch.zeros(shown.shape, dtype=query.dtype).masked_fill(~shown, -torch.inf)
+        shown = given & shown if given.dtype is torch.bool else given + hidden
+    with torch._C.DisableTorchFunction():
+        return _ATTENTION(query, key, value, attn_mask=shown, **options)
+
+
+class MaskedAttention(TorchFunctionMode):
+    """Gives the attention of a plain model the masks of a plan's layouts, while the mode is on."""
+
+    def __init__(self, model: nn.Module, attention: Mapping[str, Sparsity]) -> None:
+        super().__init__()
+        self.attention = attention
+        self.paths: dict[int, list[str]] = {}
+        for name, module in model.named_modules(remove_duplicate=False):
+            self.paths.setdefault(id(module), []).append(name)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _ATTENTION and (sparsity := self._sparsity()) is not None:
+            return masked(sparsity, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Run attention, in place of torch's function: a backward, which may run checkpointed regions once more, has no mode on."""
+        sparsity = self._sparsity()
+        return _ATTENTION(*args, **kwargs) if sparsity is None else masked(sparsity, *args, **kwargs)
+
+    def _sparsity(self) -> Sparsity | None:
+        """Return the sparsity for the module whose code makes the call."""
+        frame = sys._getframe(2)
+        while frame is not None:
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, nn.Module) and id(owner) in self.paths:
+                return _of(around(tuple(self.paths[id(owner)])), self.attention)
+            frame = frame.f_back  # type: ignore[assignment]
+        return None
+
+
+def _of(paths: list[str], attention: Mapping[str, Sparsity]) -> Sparsity | None:
+    return next((sparsity for pattern, sparsity in attention.items() if matches(paths or [""], [pattern])), None)
+
+
+@contextlib.contextmanager
+def masks_of(model: nn.Module, attention: Mapping[str, Sparsity]) -> Iterator[None]:
+    """Give a plain model's attention the masks of a plan's layouts inside of the context."""
+    if not attention:
+        yield
+        return
+    mode = MaskedAttention(model, attention)
+    torch.nn.functional.scaled_dot_product_attention = mode.call
+    try:
+        with mode:
+            yield
+    finally:
+        torch.nn.functional.scaled_dot_product_attention = _ATTENTION
+
+
+class _Masked(nn.Module):
+    """Attention with the mask of a sparsity, as a module that a graph can call."""
+
+    def __init__(self, sparsity: Sparsity) -> None:
+        super().__init__()
+        self.sparsity = sparsity
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return masked(self.sparsity, *args, **kwargs)
+
+
+def with_masks(
+    graph_module: fx.GraphModule, aliases: Mapping[str, tuple[str, ...]], attention: Mapping[str, Sparsity]
+) -> fx.GraphModule:
+    """Return a captured graph of torch functions with the masks of a plan's layouts; the graph itself without `attention`."""
+    if not attention:
+        return graph_module
+    graph_module = copy.deepcopy(graph_module)
+    for part in [m for m in graph_module.modules() if isinstance(m, fx.GraphModule)]:
+        for node in part.graph.find_nodes(op="call_function", target=_ATTENTION):
+            path = module_of(node.meta)
+            sparsity = _of(around(aliases.get(path, (path,))), attention)
+            if sparsity is not None:
+                name = f"masked_{node.name}"
+                part.add_submodule(name, _Masked(sparsity))
+                node.op, node.target = "call_module", name
+        part.recompile()
+    return graph_module
