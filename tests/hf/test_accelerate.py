@@ -60,6 +60,29 @@ def test_a_loop_is_that_of_ddp(two: Ranks, zero):
 
 
 @pytest.mark.gloo
+def test_a_loop_on_one_rank_of_a_launcher_is_that_of_ddp():
+    with Ranks(1) as one:
+        plain = one.run(loop, None)[0]
+        assert one.run(loop, zgraph.Plan(backend="eager", zero=3))[0] == pytest.approx(plain, rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["DEEPSPEED", "FSDP"])
+def test_an_accelerator_that_would_run_another_engine_is_refused(kind):
+    from accelerate import Accelerator, DistributedType
+    from accelerate.state import AcceleratorState
+
+    with as_launched():
+        made = zgraph.compile(model(), zgraph.Plan(backend="eager"))
+        accelerator = Accelerator(cpu=True)
+        AcceleratorState._shared_state["distributed_type"] = DistributedType[kind]  # (which a launcher's variables say)
+        with pytest.raises(ModelError, match=f"distributed_type {kind}") as caught:
+            zgraph.compile(model(), zgraph.Plan(backend="eager"))
+        assert "zgraph plan --from-accelerate" in caught.value.hint
+        with pytest.raises(ModelError, match=f"distributed_type {kind}"):
+            accelerator.prepare_model(made)
+
+
+@pytest.mark.gloo
 def test_a_mixed_precision_that_the_plan_has_not_is_refused(two: Ranks):
     for outcome in two.attempt(loop, zgraph.Plan(backend="eager"), "bf16", keep=True):
         assert isinstance(outcome.error, ModelError), outcome.traceback

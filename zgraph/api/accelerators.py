@@ -22,11 +22,29 @@ FOLDER = "zgraph"
 """The subfolder of `save_state`'s folder with a compiled model's checkpoint; the second model's is "zgraph_1"."""
 
 
+def refuse_other_engines() -> None:
+    """Raise `ModelError` if accelerate was started for DeepSpeed, FSDP or Megatron-LM, in which it would wrap a compiled
+    model."""
+    state = sys.modules.get("accelerate.state")
+    if state is None or not state.is_initialized():
+        return
+    refuse_release("accelerators")
+    # (read where it is kept: to make an AcceleratorState, as users do, puts another distributed_type in FSDP's place)
+    kind = str(state.AcceleratorState._shared_state["distributed_type"].value)
+    if kind in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):
+        raise ModelError(
+            f"accelerate was started with distributed_type {kind}",
+            where="distributed_type",
+            why="it would run the model in that system's engine, around the programs that the plan makes",
+            hint="zgraph plan --from-accelerate FILE -o plan.toml makes a plan of its file; start ranks with accelerate launch --multi_gpu",
+        )
+
+
 class ForAccelerate:
     """The value of the attribute by which accelerate asks whether a model is prepared already.
 
-    It is true for a compiled model on several ranks. If accelerate's `mixed_precision` is set and the plan has no
-    precision, asking raises `ModelError`, since accelerate would silently leave its autocast out.
+    It is true for a compiled model in a process group, of one rank too. If accelerate's `mixed_precision` is set and the plan
+    has no precision, asking raises `ModelError`, since accelerate would silently leave its autocast out.
     """
 
     def __init__(self, handle: Any) -> None:
@@ -37,7 +55,8 @@ class ForAccelerate:
         library = sys.modules.get("accelerate")
         if library is not None and isinstance(asker, library.Accelerator):
             _watch(asker)
-        if not self._handle.divides():
+            refuse_other_engines()
+        if self._handle.mesh is None:
             return False
         state = sys.modules.get("accelerate.state")
         asked = "no" if state is None else state.AcceleratorState().mixed_precision
@@ -70,7 +89,7 @@ def _compiled(accelerator: Any) -> list[nn.Module]:
 def _get_state_dict(accelerator: Any, own: Callable[..., Any], model: nn.Module, unwrap: bool = True) -> Any:
     """Return whole tensors on the main process and {} on the others, as accelerate does for a model of FSDP's."""
     inner = accelerator.unwrap_model(model)
-    if not is_compiled(inner) or not inner.__dict__["zgraph"].divides():
+    if not is_compiled(inner) or inner.__dict__["zgraph"].mesh is None:
         return own(model, unwrap=unwrap)
     return full_state_dict(inner, ranks=[0])
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from zgraph.api.accelerators import refuse_other_engines
 from zgraph.api.deferred_layout import DeferredLayout
 from zgraph.api.handle import attach, started
 from zgraph.build.planned_step import Inputs, device_of, split_inputs
@@ -73,10 +74,10 @@ def compile(
     arguments that differ from call to call, `{"input_ids": {0: "batch", 1: zgraph.Size("seq", max=2048)}}`, and the
     arguments whose every value gets its own program, `{"image_grid_thw": "value"}`.
 
-    All ranks must call it. Raises `ModelError` (compiled already, parameters on several devices), `MeshError` (a mesh
-    that is not the world), `RankMismatchError` (ranks with different plans or models), `UnsupportedError` (lazy
-    modules). With `inputs`, else at the first call: `CaptureError` with the user's file and line (a model that can't
-    be captured whole), `UnsupportedError` (a forward that changes a parameter in place), `PlanError` (a pass of the
+    All ranks must call it. Raises `ModelError` (compiled already, parameters on several devices, accelerate started for
+    DeepSpeed or FSDP), `MeshError` (a mesh that is not the world), `RankMismatchError` (ranks with different plans or
+    models), `UnsupportedError` (lazy modules). With `inputs`, else at the first call: `CaptureError` with the user's
+    file and line (a model that can't be captured whole), `UnsupportedError` (a forward that changes a parameter in place), `PlanError` (a pass of the
     user's that can't be loaded), `PassError` (a pass that failed, or left a program that the verifier refuses),
     `LoweringError` (Inductor can't compile an operator).
 
@@ -86,6 +87,7 @@ def compile(
     """
     debug_mode.wanted()  # (an invalid value of the debug mode is refused now)
     _refuse_compiled(model)
+    refuse_other_engines()
     free_dropped_models()
     plan = plan or Plan()
     if dynamic is not None:

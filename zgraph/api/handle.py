@@ -157,11 +157,6 @@ class Handle(Compiled):
         else:
             self._when_cut.append(action)
 
-    def divides(self) -> bool:
-        """Return whether the model runs on several ranks."""
-        mesh = self._runtime.everyone.mesh
-        return mesh is not None and mesh.size() > 1
-
     def eager(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model's own forward with whole weights. Raises `StepError` on a rank that has none."""
         if not self.whole:

@@ -67,6 +67,7 @@ NAMES = {
             "accelerate:Accelerator.__init__ has _models",
             "accelerate:Accelerator.__init__ has _optimizers",
             "accelerate:Accelerator.prepare_model has _is_accelerate_prepared",
+            "accelerate.state:AcceleratorState._shared_state",
         ),
     ),
     "loss scaling": Names(
