@@ -201,7 +201,9 @@ DEEPSPEED = {
         ({"optimizer": {"type": "AdamW", "params": {"lr": 0.5}}}, "learning_rate is 0.01"),
         ({"train_micro_batch_size_per_gpu": 4}, "per_device_train_batch_size is 2"),
         ({"bf16": {"enabled": True}}, "bf16 is False"),
-        ({"scheduler": {"type": "WarmupLR"}}, "constant_with_warmup"),
+        ({"scheduler": {"type": "WarmupRL"}}, "WarmupLR"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.5}}}, "learning_rate is 0.01"),
+        ({"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_step": "auto"}}}, "total_num_step"),
         ({"zero_optimizaton": {"stage": 2}}, "zero_optimization"),
     ],
 )

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from trainers import ONE, Rows, as_launched, collator, history, model_of, trained
 
 import zgraph
@@ -61,6 +62,48 @@ def test_a_script_with_a_deepspeed_file_changes_one_import(tmp_path):
     plain, _ = trained("gpt2", str(tmp_path), None, steps=4, **options)
     for mine, other in zip(history(made), plain, strict=True):
         assert mine == pytest.approx(other, rel=1e-5, abs=1e-6)
+
+
+def same(some, others):
+    return all(one == pytest.approx(other, rel=1e-6) for one, other in zip(some, others, strict=True))
+
+
+def rates(made):
+    return [entry["learning_rate"] for entry in made.state.log_history if "learning_rate" in entry]
+
+
+@pytest.mark.parametrize(
+    ("kind", "params"),
+    [
+        ("WarmupLR", {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"}),
+        ("WarmupDecayLR", {"warmup_max_lr": 1e-2, "warmup_num_steps": 2, "total_num_steps": "auto"}),
+    ],
+)
+def test_the_scheduler_of_a_deepspeed_file_sets_the_rates(kind, params, tmp_path):
+    schedulers = pytest.importorskip("deepspeed.runtime.lr_schedules")
+    given = {**DEEPSPEED, "scheduler": {"type": kind, "params": params}}
+    options = {"warmup_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    made = trainer(arguments(tmp_path, deepspeed=given, **options))
+    made.train()
+    plain = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1e-2)
+    filled = {"warmup_min_lr": 0.0, "warmup_max_lr": 1e-2, "warmup_num_steps": 2}
+    filled |= {"total_num_steps": 4} if "total_num_steps" in params else {}
+    theirs = getattr(schedulers, kind)(plain, **filled)
+    expected = []
+    for _ in range(4):
+        expected.append(plain.param_groups[0]["lr"])  # (a Trainer logs the rate that an update had)
+        theirs.step()
+    assert rates(made) == pytest.approx(expected)
+    again = trainer(arguments(tmp_path, deepspeed=given, **options))
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert rates(again) == pytest.approx(expected) and same(history(again), history(made))
+
+
+def test_a_scheduler_that_says_other_than_the_arguments_is_refused_when_steps_are_known(tmp_path):
+    given = {**DEEPSPEED, "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3}}}
+    made = trainer(arguments(tmp_path, deepspeed=given, warmup_steps=2))
+    with pytest.raises(PlanError, match="warmup_steps is 2"):
+        made.train()
 
 
 def test_the_plan_may_be_given_in_other_ways(tmp_path):

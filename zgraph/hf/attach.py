@@ -42,7 +42,8 @@ def attach(
     `zgraph.compile`). Each rank has rows of its own, as with DistributedDataParallel, and results are the same.
 
     The optimizer is the one that the Trainer would make (its class, groups, learning rate), run by the plan: its states are
-    sharded, and its update is compiled. Clipping, accumulation, the scheduler, logs and callbacks are the Trainer's own.
+    sharded, and its update is compiled. Clipping, accumulation, the scheduler (unless a DeepSpeed configuration has one), logs and callbacks are the
+    Trainer's own.
     `bf16=True` and `fp16=True` are autocast, as in the Trainer, the latter with its loss scaling, unless the plan has a
     `precision`. Checkpoints have the weights as `from_pretrained` reads them and, in the folder `zgraph`, everything that a
     run needs to continue, on any number of ranks.
@@ -53,7 +54,7 @@ def attach(
     refuse_trainer(trainer)
     refuse_arguments(trainer)
     translated = optimizer_of(trainer)
-    chosen = plan_of(trainer, plan, translated.record)
+    chosen, scheduler_section = plan_of(trainer, plan, translated.record)
     notes = notes_on(trainer, chosen)
     args: Any = trainer.args  # type: ignore[attr-defined]
     autocast = None
@@ -74,7 +75,7 @@ def attach(
         raise
     kind: Any = type(trainer)
     trainer.__class__ = attached_class(kind)
-    trainer.after_attach(autocast, translated.without)  # type: ignore[attr-defined]
+    trainer.after_attach(autocast, translated.without, scheduler_section)  # type: ignore[attr-defined]
     scaler = PlanScaler(trainer, told=not translated.decides) if autocast is torch.float16 else None
     trainer.accelerator.scaler = scaler  # type: ignore[attr-defined]
     args.attached_by_zgraph = True

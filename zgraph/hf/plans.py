@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from zgraph import deepspeed
 from zgraph.deepspeed.read_config import FROM_ARGUMENTS
 from zgraph.errors import PlanError
+from zgraph.hf.schedules import check_schedule, refuse_difference
 from zgraph.plan import planfile
 from zgraph.plan.clipping_and_ema import GradClip
 from zgraph.plan.optimizers import Optimizer
@@ -31,15 +32,26 @@ _BY_ARGUMENTS = {
 _FIELDS = Plan.model_fields.keys()
 
 
-def plan_of(trainer: Any, given: Given | None, optimizer: Optimizer) -> Plan:
-    """Return the plan for a Trainer, with the Trainer's optimizer. Without `given` it is that of the Trainer's arguments.
+class Wanted(NamedTuple):
+    """What a Trainer is to train by."""
+
+    plan: Plan  # the plan
+    scheduler: Mapping[str, Any] | None = (
+        None  # the section of a DeepSpeed configuration; None: the arguments' scheduler
+    )
+
+
+def plan_of(trainer: Any, given: Given | None, optimizer: Optimizer) -> Wanted:
+    """Return the plan for a Trainer, with the Trainer's optimizer, and its scheduler. Without `given` it is that of the Trainer's arguments.
 
     Raises `PlanError` for a file that can't be read, for fields that say other than the Trainer's arguments, for a mesh whose
     ranks share rows, and if there are two plans, or none.
     """
-    plan = _read(trainer, _only(given, getattr(trainer.args, "plan", None)))
+    wanted = _read(trainer, _only(given, getattr(trainer.args, "plan", None)))
     usual = Plan()
-    plan = plan.model_copy(update={**{name: getattr(usual, name) for name in _BY_ARGUMENTS}, "optimizer": optimizer})
+    plan = wanted.plan.model_copy(
+        update={**{name: getattr(usual, name) for name in _BY_ARGUMENTS}, "optimizer": optimizer}
+    )
     world = dist.get_world_size() if dist.is_initialized() else 1
     for name, size in plan.resolve_mesh(world).items():
         if name not in ("dp", "replicate") and size > 1:
@@ -51,7 +63,7 @@ def plan_of(trainer: Any, given: Given | None, optimizer: Optimizer) -> Plan:
                 else "it gives each rank rows of its own, and these ranks would need the same",
                 hint="dp and replicate; or model.train_step in a loop of your own",
             )
-    return plan
+    return wanted._replace(plan=plan)
 
 
 def _only(given: Given | None, of_arguments: Given | None) -> Given:
@@ -67,7 +79,7 @@ def _only(given: Given | None, of_arguments: Given | None) -> Given:
     return plan
 
 
-def _read(trainer: Any, given: Given) -> Plan:
+def _read(trainer: Any, given: Given) -> Wanted:
     """Return a plan in which nothing says other than the Trainer's arguments."""
     if isinstance(given, Plan):
         return _agrees(trainer, given)
@@ -79,14 +91,14 @@ def _read(trainer: Any, given: Given) -> Plan:
     return _agrees(trainer, Plan.load(path))
 
 
-def _of_data(trainer: Any, data: Mapping[str, Any]) -> Plan:
+def _of_data(trainer: Any, data: Mapping[str, Any]) -> Wanted:
     if data.keys() <= _FIELDS:
         return _agrees(trainer, Plan.model_validate(dict(data)))
     return _of_deepspeed(trainer, data)
 
 
-def _agrees(trainer: Any, plan: Plan) -> Plan:
-    """Raise `PlanError` if a plan says other than the Trainer's arguments; return it."""
+def _agrees(trainer: Any, plan: Plan) -> Wanted:
+    """Return a plan, unless it says other than the Trainer's arguments. Raises `PlanError`."""
     usual, args = Plan(), trainer.args
     clip = GradClip(norm=args.max_grad_norm) if args.max_grad_norm else None
     same = {"micro_batches": args.gradient_accumulation_steps, "grad_clip": clip}
@@ -99,31 +111,25 @@ def _agrees(trainer: Any, plan: Plan) -> Plan:
                 why=f"the Trainer's arguments say it: {arguments}",
                 hint="leave it out of the plan",
             )
-    return plan
+    return Wanted(plan)
 
 
-def _of_deepspeed(trainer: Any, config: Mapping[str, Any]) -> Plan:
+def _of_deepspeed(trainer: Any, config: Mapping[str, Any]) -> Wanted:
     """Return the plan of a DeepSpeed configuration.
 
     As in transformers, the configuration's values of what the Trainer's arguments say must equal these. Raises `PlanError`.
     """
-    if "scheduler" in config:
-        raise PlanError(
-            "a Trainer can't take the scheduler of a DeepSpeed configuration",
-            where="scheduler",
-            why="the Trainer's lr_scheduler_type makes the one that runs",
-            hint='leave it out, and say lr_scheduler_type="linear" for WarmupDecayLR, "constant_with_warmup" for WarmupLR',
-        )
+    section = config.get("scheduler")
+    if section is not None:
+        check_schedule(section, trainer.args)
     for key, argument in FROM_ARGUMENTS.items():
         said, asked = _at(config, key), getattr(trainer.args, argument)
-        if said not in (None, "auto") and said != asked:
-            _refuse_difference(key, said, argument, asked)
+        if said not in (None, "auto") and said != asked and not key.startswith("scheduler."):
+            refuse_difference(key, said, argument, asked)
     world = dist.get_world_size() if dist.is_initialized() else 1
-    whole = {
-        "optimizer": {"type": "AdamW"},
-        **config,
-    }  # (there is one, the Trainer's: it is offloaded, and skips steps)
-    return deepspeed.plan(whole, world=world, model=trainer.model, arguments=trainer.args).plan
+    # (There is an optimizer, the Trainer's: it is offloaded, and skips steps.)
+    whole = {"optimizer": {"type": "AdamW"}, **{name: value for name, value in config.items() if name != "scheduler"}}
+    return Wanted(deepspeed.plan(whole, world=world, model=trainer.model, arguments=trainer.args).plan, section)
 
 
 def _at(config: Mapping[str, Any], key: str) -> Any:
@@ -131,12 +137,3 @@ def _at(config: Mapping[str, Any], key: str) -> Any:
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
     return value
-
-
-def _refuse_difference(key: str, said: Any, argument: str, asked: Any) -> None:
-    raise PlanError(
-        f"the DeepSpeed configuration says {said!r}, and the Trainer's {argument} is {asked!r}",
-        where=key,
-        why="both say the same thing, and one of them would not be done",
-        hint=f'"{key}": "auto" takes the argument\'s',
-    )

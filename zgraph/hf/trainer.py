@@ -6,12 +6,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from zgraph.api.peft_adapters import FILE, is_adapted, load_adapter
 from zgraph.hf.optimizers import refuse_unfrozen
+from zgraph.hf.schedules import scheduler_for
 
 FOLDER = "zgraph"
 """The folder in a checkpoint of the Trainer with everything that a run needs to continue."""
@@ -32,13 +34,20 @@ class Attached:
 
     autocast_dtype: torch.dtype | None
     not_optimized: list[str]
+    scheduler_section: Mapping[str, Any] | None
 
-    def after_attach(self, autocast_dtype: torch.dtype | None, not_optimized: list[str]) -> None:
+    def after_attach(
+        self,
+        autocast_dtype: torch.dtype | None,
+        not_optimized: list[str],
+        scheduler_section: Mapping[str, Any] | None,
+    ) -> None:
         """Keep the Trainer from wrapping the model, and from saving it on rank 0 alone.
 
         This is transformers' own switch for models that are sharded already.
         """
         self.autocast_dtype, self.not_optimized = autocast_dtype, not_optimized
+        self.scheduler_section = scheduler_section
         self.is_distributed_loading_by_transformers = True
         self.model._is_accelerate_prepared = True  # (accelerate would also apply autocast, which is done below)
         self.create_optimizer()
@@ -47,6 +56,14 @@ class Attached:
         """Set and return the plan's optimizer, which was made from the Trainer's."""
         self.optimizer = self.model.zgraph.optimizer
         return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, *args: Any, **kwargs: Any) -> Any:
+        """Set and return the Trainer's own scheduler, or that of the DeepSpeed configuration that it was attached by."""
+        if self.scheduler_section is None:
+            return super().create_scheduler(num_training_steps, *args, **kwargs)  # type: ignore[misc]
+        optimizer = self.model.zgraph.optimizer
+        self.lr_scheduler = scheduler_for(self.scheduler_section, self.args, num_training_steps, optimizer)
+        return self.lr_scheduler
 
     def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the Trainer's own step, and refuse parameters that were unfrozen since `attach`."""
