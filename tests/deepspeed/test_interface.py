@@ -5,6 +5,7 @@ import inspect
 import deepspeed_interface
 import pytest
 import torch
+from sweeps import sweep
 from torch import nn
 
 import zgraph.deepspeed as deepspeed
@@ -175,6 +176,62 @@ def test_schedulers_take_deepspeeds_arguments_by_name_and_by_place(theirs, name)
         scheduler.step(4)
         rates.append(scheduler.get_last_lr())
     assert rates[0] == rates[1] == rates[2]
+
+
+SAID = """
+ amp_enabled autotp_size autotuning_enabled bfloat16_enabled checkpoint_tag_validation_enabled communication_data_type
+ curriculum_learning_enabled data_efficiency_enabled dataloader_drop_last dump_state dynamic_loss_scale elasticity_enabled fp16_auto_cast
+ flops_profiler_detailed flops_profiler_enabled flops_profiler_module_depth flops_profiler_output_file flops_profiler_profile_step
+ flops_profiler_recompute_fwd_factor flops_profiler_top_modules fp16_enabled get_lr get_mom global_rank global_samples global_steps
+ gradient_accumulation_steps gradient_clipping gradient_predivide_factor initial_dynamic_scale is_gradient_accumulation_boundary
+ is_sanity_checks_enabled load_universal_checkpoint local_rank loss_scale memory_breakdown micro_steps optimizer_name postscale_gradients
+ random_ltd_enabled scheduler_name scheduler_params skipped_steps steps_per_print torch_autocast_enabled train_batch_size
+ train_micro_batch_size_per_gpu use_node_local_storage wall_clock_breakdown world_size zero_allgather_bucket_size
+ zero_allgather_partitions zero_allow_untested_optimizer zero_contiguous_gradients zero_cpu_offload zero_elastic_checkpoint
+ zero_force_ds_cpu_optimizer zero_gather_16bit_weights_on_model_save zero_hpz_partition_size zero_ignore_unused_parameters zero_legacy_stage1
+ zero_load_from_fp32_weights zero_max_live_parameters zero_max_reuse_distance zero_model_persistence_threshold
+ zero_module_granularity_threshold zero_multi_rank_bucket_allreduce zero_offload_optimizer zero_offload_param zero_optimization
+ zero_optimization_partition_gradients zero_optimization_partition_weights zero_optimization_stage zero_overlap_comm
+ zero_param_persistence_threshold zero_prefetch_bucket_size zero_quantized_gradients zero_quantized_nontrainable_weights
+ zero_quantized_weights zero_reduce_bucket_size zero_reduce_scatter zero_round_robin_gradients zero_sub_group_size"""
+ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+WARM = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 0.01}}
+
+
+@sweep(
+    "config",
+    [
+        {
+            "train_batch_size": 8,
+            **ADAM,
+            "zero_optimization": {"stage": 2},
+            "bf16": {"enabled": True},
+            "scheduler": WARM,
+        },
+        {
+            "train_micro_batch_size_per_gpu": 2,
+            **ADAM,
+            "zero_optimization": {"stage": 3},
+            "gradient_clipping": 0.5,
+            "steps_per_print": 7,
+        },
+        {
+            "train_micro_batch_size_per_gpu": 2,
+            **ADAM,
+            "fp16": {"enabled": True, "initial_scale_power": 8},
+            "wall_clock_breakdown": True,
+        },
+        {"train_batch_size": 12, "gradient_accumulation_steps": 3, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}},
+    ],
+    quick=1,
+    ids=["bf16, stage 2", "stage 3", "fp16, stage 0", "SGD"],
+)
+def test_an_engine_says_of_itself_what_deepspeeds_says(two, deepspeeds, config):
+    mine = two.run(deepspeed_interface.answers, "zgraph", config, SAID.split())
+    theirs = deepspeeds.run(deepspeed_interface.answers, "deepspeed", config, SAID.split())
+    for own, other in zip(mine, theirs, strict=True):
+        assert len(other) > 60
+        assert {name: (own[name], value) for name, value in other.items() if own[name] != value} == {}
 
 
 def test_what_deepspeed_has_and_zgraph_has_not_is_named_with_what_to_do():

@@ -6,7 +6,8 @@ import importlib
 import inspect
 from typing import Any
 
-from deepspeed_scripts import ready
+import torch
+from deepspeed_scripts import eager, of_torch, ready
 
 LOGGED = {"prof", "log_name", "debug"}  # arguments of all collectives
 
@@ -32,6 +33,17 @@ def parameters(function: Any) -> dict[str, Any]:
         plain = isinstance(parameter.default, (int, float, str, bool, tuple, type(None)))
         found[name] = parameter.default if plain else "…"
     return found
+
+
+def answers(system: str, config: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    """What an engine of a configuration says by its methods that take nothing, and by its properties. (0.19.8 has no longer all of them.)"""
+    module, change = (
+        (ready(), of_torch) if system == "deepspeed" else (importlib.import_module("zgraph.deepspeed"), eager)
+    )
+    module.init_distributed("gloo")
+    engine, *_ = module.initialize(model=torch.nn.Linear(4, 4), config=change(config))
+    values = {name: getattr(engine, name) for name in names if system != "deepspeed" or hasattr(engine, name)}
+    return {name: value() if callable(value) else value for name, value in values.items()}
 
 
 def of_deepspeed(paths: list[str]) -> dict[str, dict[str, Any] | None]:

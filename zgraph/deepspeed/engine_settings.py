@@ -11,6 +11,8 @@ import torch
 
 from zgraph.deepspeed.translate import DTYPES
 
+_OWN_OPTIMIZERS = ("adagrad", "adam", "adamw", "lamb", "lion", "muadam", "muadamw", "musgd", "muon")
+
 # The methods that return one key: (the key, DeepSpeed's default).
 _KEYS: dict[str, tuple[str, Any]] = {
     "gradient_allreduce_op": ("gradient_allreduce_op", "mean"),
@@ -22,7 +24,6 @@ _KEYS: dict[str, tuple[str, Any]] = {
     "dataloader_drop_last": ("dataloader_drop_last", False),
     "managed_gradient_accumulation": ("managed_gradient_accumulation", True),
     "gradient_clipping": ("gradient_clipping", 1.0),
-    "optimizer_name": ("optimizer.type", None),
     "optimizer_params": ("optimizer.params", None),
     "scheduler_name": ("scheduler.type", None),
     "scheduler_params": ("scheduler.params", None),
@@ -33,7 +34,6 @@ _KEYS: dict[str, tuple[str, Any]] = {
     "bf16_optimizer_states": ("bf16.bf16_optimizer_states", False),
     "zero_optimization_stage": ("zero_optimization.stage", 0),
     "zero_reduce_scatter": ("zero_optimization.reduce_scatter", True),
-    "zero_overlap_comm": ("zero_optimization.overlap_comm", None),
     "zero_offload_optimizer": ("zero_optimization.offload_optimizer", None),
     "zero_offload_param": ("zero_optimization.offload_param", None),
     "zero_sub_group_size": ("zero_optimization.sub_group_size", 1e9),
@@ -142,7 +142,20 @@ class Settings:
         return int(2 ** value_of(self.config, "fp16.initial_scale_power", 16))
 
     def dynamic_loss_scale(self) -> bool:
-        return bool(self.fp16_enabled() and self.loss_scale() == 0)  # type: ignore[attr-defined]
+        """Return whether fp16's loss scale would follow its overflows, also where fp16 is not enabled."""
+        return bool(self.loss_scale() == 0)  # type: ignore[attr-defined]
+
+    def optimizer_name(self) -> str | None:
+        """Return the class of the script's own optimizer, else the configuration's type, in lower case if DeepSpeed has it
+        itself."""
+        client = self.client_optimizer  # type: ignore[attr-defined]
+        if client is not None:
+            return type(client).__name__
+        kind = value_of(self.config, "optimizer.type")
+        return kind.lower() if kind is not None and kind.lower() in _OWN_OPTIMIZERS else kind
+
+    def zero_overlap_comm(self) -> bool:
+        return bool(value_of(self.config, "zero_optimization.overlap_comm", self.zero_optimization_stage() == 3))  # type: ignore[attr-defined]
 
 
 def _method(name: str, key: str, default: Any) -> Callable[[Settings], Any]:
