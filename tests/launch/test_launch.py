@@ -443,6 +443,26 @@ def test_a_rank_that_is_asked_to_end_is_not_told(tmp_path):
     )
 
 
+def test_a_rank_is_warned_as_without_a_watcher(tmp_path):
+    """By a signal to all processes of a job, as Slurm's before a time limit: the rank has a handler, the watcher lives on."""
+    script = f"trap 'echo saved; exit 0' USR1; touch {tmp_path}/ready; while :; do sleep 0.02; done"
+    words = [sys.executable, "-m", "zgraph.launch.watch_rank", "--no_python", "bash", "-c", script]
+    rank = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True)
+    while not (tmp_path / "ready").exists():
+        time.sleep(0.02)
+    os.killpg(rank.pid, signal.SIGUSR1)
+    assert rank.communicate(timeout=60)[0] == "saved\n" and rank.returncode == 0
+    unwarned = [
+        *words[:-1],
+        f"touch {tmp_path}/other; sleep 300",
+    ]  # (without a handler it dies of it, as it would by itself)
+    rank = subprocess.Popen(unwarned, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    while not (tmp_path / "other").exists():
+        time.sleep(0.02)
+    os.killpg(rank.pid, signal.SIGUSR1)
+    assert "rank 0 died" in rank.communicate(timeout=60)[1] and rank.returncode == -signal.SIGUSR1
+
+
 def test_a_rank_that_was_failing_when_it_was_asked_to_end_is_told_first(tmp_path):
     """On one machine torchrun ends it, as soon as a rank that has missed it is faster to end."""
     dead, out = f"{tmp_path}/dead", f"{tmp_path}/pid"

@@ -92,6 +92,11 @@ def run(line: Sequence[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda *_: asked.append(time.monotonic()))
+    for number in (
+        signal.SIGUSR1,
+        signal.SIGUSR2,
+    ):  # (as Slurm warns all processes of a job; it is the rank that answers)
+        signal.signal(number, lambda *_: None)
     environ = {
         "PYTHONUNBUFFERED": "1",
         **os.environ,
