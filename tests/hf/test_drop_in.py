@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from ranks import Ranks
 from trainers import ONE, Rows, as_launched, collator, history, model_of, trained
 
 import zgraph
@@ -58,10 +59,30 @@ def test_a_script_with_a_deepspeed_file_changes_one_import(tmp_path):
     assert (plan.optimizer.name, plan.optimizer.lr, plan.backend) == ("AdamW", 1e-2, "eager")
     assert made.args.plan == str(file) and made.args.deepspeed is None and not made.is_deepspeed_enabled
     made.train()
-    options = {"eval_strategy": "no", "save_strategy": "no", "lengths": ONE, "gradient_accumulation_steps": 2}
-    plain, _ = trained("gpt2", str(tmp_path), None, steps=4, **options)
-    for mine, other in zip(history(made), plain, strict=True):
+    for mine, other in zip(history(made), plain_run(str(tmp_path)), strict=True):
         assert mine == pytest.approx(other, rel=1e-5, abs=1e-6)
+
+
+def by_a_deepspeed_file(folder):
+    """What a run with one import changed logs, on this rank."""
+    with as_launched():
+        made = trainer(arguments(folder, deepspeed=DEEPSPEED, gradient_accumulation_steps=2))
+        made.train()
+        return history(made)
+
+
+def plain_run(folder):
+    options = {"eval_strategy": "no", "save_strategy": "no", "lengths": ONE, "gradient_accumulation_steps": 2}
+    return trained("gpt2", folder, None, steps=4, **options)[0]
+
+
+@pytest.mark.gloo
+def test_a_run_of_a_deepspeed_file_on_two_ranks_is_that_of_ddp(two: Ranks, tmp_path):
+    plain = two.run(plain_run, str(tmp_path))
+    for mine, theirs in zip(two.run(by_a_deepspeed_file, str(tmp_path)), plain, strict=True):
+        assert len(mine) == 4
+        for one, other in zip(mine, theirs, strict=True):
+            assert one == pytest.approx(other, rel=1e-5, abs=1e-6)
 
 
 def same(some, others):
