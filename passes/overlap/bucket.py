@@ -20,6 +20,7 @@ from torch import fx
 from zgraph.passes.analysis.costs import CPU, Costs, Link, size_of
 from zgraph.passes.analysis.parameter_collectives import ParameterCollective, gathers_of, layers_of, reductions_of
 from zgraph.passes.contract import graph_pass
+from zgraph.passes.overlap.follow_order import Start
 from zgraph.program import collectives
 from zgraph.program.groups import ranks_in
 from zgraph.program.node import Role, info, set_info, tensor
@@ -35,6 +36,9 @@ class BucketOptions:
     gather: int | None = None  # bytes that a bucket of gathers grows to, None: by the link
     reduce: int | None = None  # bytes that a bucket of reductions grows to, None: by the link
     costs: Costs = field(default_factory=lambda: Costs(CPU))  # has the latency and bandwidth of the links
+    # another program's order: gradients of one layer that are ready in another order there (the weight before the bias
+    # of a norm) are in a bucket as there
+    order: tuple[Start, ...] = ()
 
 
 @graph_pass(
@@ -60,7 +64,8 @@ def bucket(program: Program, options: BucketOptions) -> dict[str, int]:
     later: list[list[ParameterCollective]] = []
     for stage in ([t for t in reductions if t.source not in ends], list(chained.values())):
         stage.sort(key=lambda t: t.start)
-        grown = [b for g in _alike(stage, layers) for b in _grown(list(g), options.reduce, options, program)]
+        groups = [_as_in(options.order, g) for g in _alike(stage, layers)]
+        grown = [b for g in groups for b in _grown(g, options.reduce, options, program)]
         for members in grown:
             _join(members, f"reductions{len(later)}", lambda members: _together_after(members, chained))
             later.append(members)
@@ -88,6 +93,13 @@ def _alike(transfers: Iterable[ParameterCollective], layers: dict[str, str]) -> 
         groups[-1].append(transfer)
         last = key
     return groups
+
+
+def _as_in(order: Sequence[Start], reductions: list[ParameterCollective]) -> list[ParameterCollective]:
+    """Return reductions of one layer in the order of another program, where one is followed."""
+    names = [(start.group, name) for start in order if start.reduces for name in start.names]
+    position = {name: at for at, name in enumerate(names)}
+    return sorted(reductions, key=lambda t: position.get((collectives.group_of(t.start), t.name), len(names)))
 
 
 def _joins(start: fx.Node) -> bool:

@@ -170,6 +170,24 @@ def test_single_rows_at_each_zero_stage(two, zero, backend):
         assert len(programs) == 2
 
 
+class Normed(Sentences):
+    """Normalises each row by itself: of a single row, the gradient of the norm's weight is ready before its bias's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.InstanceNorm1d(8, affine=True, track_running_stats=True)
+
+    def forward(self, words, targets):
+        hidden = self.norm((self.embed(words) + self.places.weight[: words.shape[1]]).transpose(1, 2))
+        return cross_entropy(self.head(self.up(hidden.transpose(1, 2))).transpose(1, 2), targets, ignore_index=-100)
+
+
+def test_a_single_row_whose_gradients_of_one_layer_are_ready_in_another_order(two):
+    for worst, programs in two.run(gradients, 3, "eager", UNEVEN[:2], Normed):
+        assert worst < 2e-6
+        assert len(programs) == 2
+
+
 def without_rows() -> tuple[float, list[str]]:
     """The largest difference of a gradient to plain PyTorch's after steps in which a rank has no rows, or no words."""
     torch.manual_seed(0)
@@ -303,5 +321,42 @@ def branches() -> list[str]:
     return made
 
 
-def test_ranks_on_two_sides_of_a_branch_are_refused(two):
+def test_ranks_on_two_sides_of_a_branch_that_use_other_layers_are_refused(two):
     assert two.run(branches) == [["train0", "train1"]] * 2
+
+
+class Longest(nn.Module):
+    """Pads two documents to the longer one: its code has a branch for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(8, 8)
+
+    def forward(self, documents):
+        rows = nn.utils.rnn.pad_sequence(documents, batch_first=True)
+        return (self.mix(rows).tanh().sum(1) ** 2).mean()
+
+
+LONGEST = [((3, 5), (2, 9)), ((4, 7), (7, 4)), ((9, 2), (3, 8)), ((6, 3), (5, 4)), ((4, 9), (8, 7)), ((3, 4), (2, 5))]
+
+
+def longest(zero: int) -> tuple[float, list[str]]:
+    torch.manual_seed(0)
+    plain = Longest()
+    mine = zgraph.compile(copy.deepcopy(plain), zgraph.Plan(zero=zero, backend="eager"))
+    worst = 0.0
+    for lengths in LONGEST:
+        calls = [[torch.randn(n, 8, generator=torch.Generator().manual_seed(n)) for n in one] for one in lengths]
+        mine(calls[dist.get_rank()]).backward()
+        for call in calls:
+            (plain(call) / len(calls)).backward()
+        for one, other in zip(mine.parameters(), plain.parameters(), strict=True):
+            worst = max(worst, float((whole(one.grad) - other.grad).norm() / other.grad.norm()))
+        mine.zero_grad()
+        plain.zero_grad()
+    return worst, list(mine.zgraph.programs)
+
+
+def test_ranks_on_two_sides_of_a_branch_run_two_programs(two):
+    (worst, first), (other, second) = two.run(longest, 3)
+    assert max(worst, other) < 2e-6 and first == second and len(first) == 2

@@ -406,7 +406,7 @@ STEP_PASSES: tuple[PassRow[PassContext], ...] = (
     PassRow(
         bucket,
         _always("small transfers are joined"),
-        lambda c: BucketOptions(c.plan.bucket.gather, c.plan.bucket.reduce, c.costs),
+        lambda c: BucketOptions(c.plan.bucket.gather, c.plan.bucket.reduce, c.costs, c.order),
     ),
     PassRow(overlap, _always("the order of transfers is decided here"), _overlap_options),
     PassRow(release, _lets_go),

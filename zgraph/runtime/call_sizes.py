@@ -23,6 +23,10 @@ RankCall = tuple[Shapes, tuple[Value, ...], Numbers]
 """The parts of a rank's call that may differ between ranks."""
 
 
+class TwoSidesError(RankMismatchError):
+    """Raised on all ranks where they have sizes that no one program serves."""
+
+
 class CallSizeTracker:
     """What is known of the sizes of one compiled module's calls."""
 
@@ -123,6 +127,23 @@ class CallSizes:
             one._before, one._alike, one.apart = self._before, len(served) == 1, True
         return list(calls.values())
 
+    def each(self, ranks: Sequence[RankCall]) -> list[CallSizes]:
+        """Return one call for each of the ranks' different sizes and constants: this one for its own, stand-ins for
+        others; [] where ranks can't run several programs in one step.
+        """
+        if self.known.rank.held is not None:
+            return []
+        forms = dict.fromkeys((shapes, values) for shapes, values, _ in ranks)
+        return [self if form == (self.call.shapes, self.call.values) else self._at(*form) for form in forms]
+
+    def alone(self, own: CallSizes) -> CallSizes:
+        """Let this call have a program for itself, whatever sizes other ranks have in the step of this rank's `own`
+        call; return it.
+        """
+        self._before, self._alike, self.apart = own._before, True, True
+        self._asked, self._fixed = None, set()
+        return self
+
     def _at(self, shapes: Shapes, values: tuple[Value, ...], device: str | None = None) -> CallSizes:
         """Return a stand-in for a call of these shapes and constants."""
         return CallSizes(self.known, self.call.at(shapes, values, device), self.family)
@@ -133,13 +154,13 @@ class CallSizes:
 
     def made_at(self, sizes: dict[str, int] | None) -> None:
         """Make the next program at these sizes, which the last one refused; if the last one was made so already, for
-        exactly these sizes. Raises `RankMismatchError` if ranks have different sizes that no one program serves.
+        exactly these sizes. Raises `TwoSidesError` if ranks have different sizes that no one program serves.
         """
         if self._asked is not None and sizes is not None:
             if not self._alike:
-                raise RankMismatchError(
+                raise TwoSidesError(
                     "ranks have sizes that no one program serves",
-                    why=f"the model computes otherwise for {sizes} than for {self._asked}",
+                    why=f"the model's code branches on sizes, and {sizes} of one rank is on another side than those of another",
                     hint="let the ranks' batches be on one side of what the model's code branches on",
                 )
             self._fixed = set(self.point)

@@ -24,7 +24,7 @@ from zgraph.capture.value_inputs import ValueInputs, warn_of_unknown, with_value
 from zgraph.errors import CaptureError, SignatureError, SizeError, ZgraphError
 from zgraph.plan.shapes import buckets_of
 from zgraph.ranks import compile_progress
-from zgraph.runtime.call_sizes import CallSizes, CallSizeTracker
+from zgraph.runtime.call_sizes import CallSizes, CallSizeTracker, RankCall, TwoSidesError
 from zgraph.runtime.rank import Rank
 from zgraph.runtime.rank_votes import INPUTS
 from zgraph.runtime.recompile_storms import RecompileStorms
@@ -120,15 +120,46 @@ class Calls:
                 return self._called(match.key)
             calls = rank.everyone.gather("the shapes of a call", (call.shapes, call.values, call.numbers))
             sizes.take_in(calls)
-            if others := sizes.others(calls):
-                return self._entry_beside(sizes, others)
-            match = self._find_together(sizes, args, kwargs)
-        verdict = rank.everyone.vote(INPUTS, match.ballot, worst=0 if sizes.learn else changed)
-        rank.settle_changes(verdict.worst)
+            try:
+                if beside := sizes.others(calls) or self._sides(sizes, calls):
+                    return self._entry_beside(sizes, beside)
+                return self._entry_together(self._find_together(sizes, args, kwargs), sizes, 0)
+            except TwoSidesError:
+                if not (each := sizes.each(calls)):
+                    raise
+                return self._entry_beside(sizes, [one.alone(sizes) for one in each])
+        return self._entry_together(match, sizes, changed)
+
+    def _entry_together(self, match: _Found, sizes: CallSizes, changed: int) -> tuple[str, Entry]:
+        """Return the program that serves the calls of all ranks; compile it if it is new."""
+        verdict = self.rank.everyone.vote(INPUTS, match.ballot, worst=changed)
+        self.rank.settle_changes(verdict.worst)
         if match.new:
-            match = self._add(match, sizes, args, kwargs)
-        rank.needed_votes.did_forward(match.key)
+            match = self._add(match, sizes, *sizes.call.call)
+        self.rank.needed_votes.did_forward(match.key)
         return self._called(match.key)
+
+    def _sides(self, own: CallSizes, calls: Sequence[RankCall]) -> list[CallSizes]:
+        """Return one call for each program that the ranks' calls need, where all of these are known: the model's code
+        branches on sizes. [] where one program is the first for all of them, or one has still to be compiled.
+        """
+        each, entries = own.each(calls), self.rank.entries
+        if len(each) < 2:
+            return []
+        args, kwargs = own.call.call
+        states = [
+            key
+            for key in self._states.get(own.key, ())
+            if not entries[key].trace.flat.stale(self.rank.module, args, kwargs)
+        ]
+        serving: dict[str, CallSizes] = {}
+        for one in each:
+            key = next((key for key in states if one.point and entries[key].holds(one.point)), None)
+            if key is None:
+                return []
+            if one is own or key not in serving:
+                serving[key] = one
+        return list(serving.values()) if len(serving) > 1 else []
 
     def agree_on_step(self, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
         """Let ranks vote once on the forwards of these calls, the micro-batches of a step. If one of them has no
