@@ -1,6 +1,6 @@
 """What one program for every length costs: beside programs of one size each, and beside plain PyTorch in a Trainer.
 
-    OMP_NUM_THREADS=1 python benchmarks/lengths.py [--layers 4] [--pairs 40] [--parts compile step new peak budget packed trainer] [--write]
+    OMP_NUM_THREADS=1 python benchmarks/lengths.py [--layers 4] [--pairs 40] [--parts compile step new peak budget packed trainer at] [--write]
 
 A Llama of width 256 (8 heads, 4 of keys, vocabulary 1,000), 2 rows, Inductor, one process. All seconds are the processor's, of the process and of
 the compilers that it starts: other load on the machine changes them less than the clock's. Each part is measured in a process of its own.
@@ -13,6 +13,8 @@ the compilers that it starts: other load on the machine changes them less than t
     packed    64 documents in 4 rows, computed document by document: a step / one of 64 rows padded to the longest, in turns, of equal losses; and the
               bytes that both take, and plain PyTorch, which makes the documents' mask
     peak      the most bytes that torch's allocator holds in a step at the declared maximum / what the forecast says
+    at        seconds of `Program.at(sizes)`, which gives a static program: of Llama's and GPT-2's of 4 and of 12 layers (width 32, eager), as
+              captured, forward and backward, the median of several sizes each
     trainer   transformers' Trainer with 10 steps of texts of 5 to 120 words, and an evaluation: after a run to warm up, compiled / plain
 
 `--write` puts the table, with date and conditions, into benchmarks/results/lengths.md.
@@ -46,6 +48,7 @@ GOALS = {
     "peak": ("measured peak at the largest sizes / forecast, off by", 0.03),
     "budget": ("measured peak at any size / memory_budget", 1.0),
     "packed": ("a step of packed documents / of padded ones", 1.0),
+    "at": ("seconds of Program.at(sizes), the slowest of all programs", 0.2),
     "trainer": ("a Trainer's total time after a run to warm up, compiled / plain", 1.3),
 }
 ROWS, LENGTH, MAX = 2, 64, 256
@@ -301,6 +304,41 @@ def trainer(layers: int) -> dict[str, Any]:
     }
 
 
+def static_programs() -> dict[str, Any]:
+    import torch
+    import transformers as t
+
+    import zgraph
+
+    sizes = {0: "batch", 1: "seq"}
+    seconds: dict[str, float] = {}
+    for depth in (4, 12):
+        words = {"vocab_size": 100, "use_cache": False, "bos_token_id": 1, "eos_token_id": 1}
+        width = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
+        models = {
+            "GPT-2": t.GPT2LMHeadModel(t.GPT2Config(n_layer=depth, n_embd=32, n_head=2, n_positions=MAX, **words)),
+            "Llama": t.LlamaForCausalLM(t.LlamaConfig(num_hidden_layers=depth, **width, **words)),
+        }
+        for name, plain in models.items():
+            model = zgraph.compile(plain, zgraph.Plan(backend="eager"), dynamic={"input_ids": sizes, "labels": sizes})
+            tokens = torch.randint(100, (ROWS, 16))
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            (step,) = model.zgraph.programs.values()
+            parts = step.parts()
+            for part, program in (
+                ("captured", step.captured),
+                ("forward", parts.forward),
+                ("backward", parts.backward),
+            ):
+                times = []
+                for length in NEW[:5]:
+                    begin = cpu()
+                    program.at({"batch": 3, "seq": length})
+                    times.append(cpu() - begin)
+                seconds[f"{name} {depth} {part}"] = statistics.median(times)
+    return {"ratio": max(seconds.values()), "seconds": seconds}
+
+
 # -- all of it ----------------------------------------------------------------------------------------------------------
 def in_own_process(part: str, layers: int, pairs: int, folder: str, *more: str) -> dict[str, Any]:
     command = [sys.executable, __file__, "--layers", str(layers), "--pairs", str(pairs), "--one", part, *more]
@@ -341,6 +379,8 @@ def shown(part: str, found: dict[str, Any]) -> str:
             for name, word in words.items()
         )
         return "; ".join(each)
+    if part == "at":
+        return ", ".join(f"{program} {seconds:.3f} s" for program, seconds in found["seconds"].items())
     later, first = found["later"], found["first"]
     return (
         f"{later['compiled']:.2f} s / {later['plain']:.2f} s (the run to warm up: {first['compiled']:.1f} s / {first['plain']:.1f} s); "
@@ -364,6 +404,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "budget": lambda args: budget(args.layers),
     "packed": lambda args: packed(args.layers, max(3, args.pairs // 8)),
     "trainer": lambda args: trainer(args.layers),
+    "at": lambda args: static_programs(),
 }
 
 

@@ -127,14 +127,14 @@ class CallSizes:
             one._before, one._alike, one.apart = self._before, len(served) == 1, True
         return list(calls.values())
 
-    def each(self, ranks: Sequence[RankCall]) -> list[CallSizes]:
+    def each(self, ranks: Sequence[RankCall], device: str | None = None) -> list[CallSizes]:
         """Return one call for each of the ranks' different sizes and constants: this one for its own, stand-ins for
-        others; [] where ranks can't run several programs in one step.
+        others, on `device`; [] where ranks can't run several programs in one step.
         """
         if self.known.rank.held is not None:
             return []
         forms = dict.fromkeys((shapes, values) for shapes, values, _ in ranks)
-        return [self if form == (self.call.shapes, self.call.values) else self._at(*form) for form in forms]
+        return [self if form == (self.call.shapes, self.call.values) else self._at(*form, device) for form in forms]
 
     def alone(self, own: CallSizes) -> CallSizes:
         """Let this call have a program for itself, whatever sizes other ranks have in the step of this rank's `own`

@@ -143,7 +143,7 @@ class Calls:
         """Return one call for each program that the ranks' calls need, where all of these are known: the model's code
         branches on sizes. [] where one program is the first for all of them, or one has still to be compiled.
         """
-        each, entries = own.each(calls), self.rank.entries
+        each, entries = own.each(calls, "meta"), self.rank.entries
         if len(each) < 2:
             return []
         args, kwargs = own.call.call
@@ -152,14 +152,17 @@ class Calls:
             for key in self._states.get(own.key, ())
             if not entries[key].trace.flat.stale(self.rank.module, args, kwargs)
         ]
-        serving: dict[str, CallSizes] = {}
-        for one in each:
+        serving: dict[str, int] = {}  # the number of the call that needs it, by program
+        for number, one in enumerate(each):
             key = next((key for key in states if one.point and entries[key].holds(one.point)), None)
             if key is None:
                 return []
             if one is own or key not in serving:
-                serving[key] = one
-        return list(serving.values()) if len(serving) > 1 else []
+                serving[key] = number
+        if len(serving) < 2:
+            return []
+        stand_ins = own.each(calls)
+        return [stand_ins[number] for number in serving.values()]  # (by program: the same order on all ranks)
 
     def agree_on_step(self, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> None:
         """Let ranks vote once on the forwards of these calls, the micro-batches of a step. If one of them has no
