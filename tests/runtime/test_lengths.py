@@ -25,9 +25,11 @@ import zgraph
 from zgraph.errors import CaptureError, PlanError, SignatureError, SizeError, VerifyError, ZgraphError
 from zgraph.passes import verify_program
 from zgraph.passes.analysis.live_memory import memory_of
+from zgraph.program.digest import digest
 from zgraph.program.printer import render
 from zgraph.program.program import InputRole
 from zgraph.program.serialize import from_json, to_json
+from zgraph.torch_compat import symbols
 
 warnings.filterwarnings("ignore")
 
@@ -599,6 +601,29 @@ def test_a_convolution_whose_padding_is_a_size():
     for rows, length in ((2, 11), (2, 14), (3, 7), (4, 24)):
         assert difference(mine, plain, {"x": torch.randn(rows, 4, length)}) < 1e-6
     assert len(mine.zgraph.programs) == 2
+
+
+class Halves(Turned):
+    """Halves images, whose sizes become floats on the way: whole(0.5 * size)."""
+
+    def forward(self, x):
+        small = nn.functional.interpolate(x * self.mix.bias.view(-1, 1, 1), scale_factor=0.5, mode="bilinear")
+        return self.mix(small.movedim(1, -1)).square().mean()
+
+
+def test_a_size_that_is_rounded_is_computed_in_the_program():
+    mine, plain = pair(Halves)
+    for rows, high, wide in ((2, 8, 8), (2, 10, 6), (3, 16, 12), (4, 9, 7)):
+        assert difference(mine, plain, {"x": torch.randn(rows, 4, high, wide)}) < 1e-6
+    assert list(mine.zgraph.programs) == ["train0", "train1"]
+    program = mine.zgraph.programs["train1"].captured
+    again = from_json(to_json(program))
+    assert digest(again) == digest(program) and digest(again.at(SMALL)) == digest(program.at(SMALL))
+    with pytest.raises(ValueError, match="no condition"):
+        symbols.refuse_code("math.trunc(0.5 * float(seq)) > math.fsum(seq)", ("seq",))
+
+
+SMALL = {"batch": 2, "x_2": 9, "x_3": 6}
 
 
 class Keeps(nn.Module):

@@ -189,13 +189,12 @@ class CallSizes:
                 ) from error
             return False
         declared = {size.name for size in family.declared.values()}
-        small = family.small(self.call)
-        dims = {dim for _, dim in small}
+        dims = {dim for _, dim in family.small(self.call)}
         near = {name for (_, dim), name in family.names.items() if dim in dims} & names
         gone = told or near or names
         logger.info("%s can't differ from call to call in one program: %s", ", ".join(sorted(gone)), error)
         # (In a program for other sizes they can be symbols. One of 2 * seq + 1 is a number where seq is one.)
-        if refused is not None or (small and self._alike):
+        if refused is not None or (gone <= near and self._alike):
             self._fixed |= gone
             return True
         if gone & declared:

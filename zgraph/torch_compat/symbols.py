@@ -297,6 +297,12 @@ class _Printer(PythonPrinter):  # type: ignore[misc]
     def _print_Symbol(self, symbol: Symbol) -> str:
         return self._names.get(symbol, symbol.name)
 
+    def _print_ToFloat(self, expression: Any) -> str:  # (torch's own are functions of torch)
+        return f"float({self._print(expression.args[0])})"
+
+    def _helper_sqrt(self, expression: Any) -> str:
+        return f"math.sqrt({self._print(expression)})"
+
 
 def line_of(expression: Any, symbol: Symbol) -> tuple[int, int] | None:
     """Return (a, b) of an expression that is a * symbol + b with whole numbers; None of any other."""
@@ -319,12 +325,36 @@ def evaluator(written: str, names: tuple[str, ...]) -> Callable[..., Any]:
     return eval(f"lambda {', '.join(names)}: {written}", dict(_FUNCTIONS))  # type: ignore[no-any-return]
 
 
+class _Arithmetic(PythonReferenceAnalysis):  # type: ignore[misc]
+    """Makes nodes of an expression's operators, also of roundings, which torch computes of numbers alone."""
+
+    @staticmethod
+    def trunc_to_int(x: Any, dtype: Any) -> Any:
+        return _rounded(math.trunc, x)
+
+    @staticmethod
+    def floor_to_int(x: Any, dtype: Any) -> Any:
+        return _rounded(math.floor, x)
+
+    @staticmethod
+    def ceil_to_int(x: Any, dtype: Any) -> Any:
+        return _rounded(math.ceil, x)
+
+    @staticmethod
+    def round_to_int(x: Any, dtype: Any) -> Any:
+        return _rounded(round, x)
+
+
+def _rounded(function: Callable[[Any], int], x: Any) -> Any:
+    return x.tracer.create_proxy("call_function", function, (x,), {}) if isinstance(x, fx.Proxy) else function(x)
+
+
 def calculation(expression: Any, places: Mapping[Symbol, fx.Node], graph: fx.Graph) -> fx.Node | int:
     """Insert nodes that compute an expression from its symbols' nodes, at the graph's insertion point; return the last,
     or a number."""
     tracer = fx.proxy.GraphAppendingTracer(graph)
     proxies = {s: fx.Proxy(places[s], tracer) for s in expression.free_symbols}
-    result = sympy_interp(PythonReferenceAnalysis, proxies, expression)
+    result = sympy_interp(_Arithmetic, proxies, expression)
     return result.node if isinstance(result, fx.Proxy) else int(result)
 
 
@@ -337,7 +367,7 @@ def read(written: str, sizes: Mapping[str, Any]) -> Any:
     }  # fmt: skip
 
     def value(node: Any) -> Any:
-        if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
             return node.value
         if isinstance(node, ast.Name) and node.id in sizes:
             return sizes[node.id]
@@ -348,10 +378,21 @@ def read(written: str, sizes: Mapping[str, Any]) -> Any:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("max", "min"):
             of = torch.sym_max if node.func.id == "max" else torch.sym_min
             return functools.reduce(of, map(value, node.args))
+        if isinstance(node, ast.Call) and len(node.args) == 1 and (function := _ROUNDINGS.get(ast.unparse(node.func))):
+            return function(value(node.args[0]))
         raise ValueError(f"{written!r} is no arithmetic on {', '.join(sizes)}")
 
     return value(ast.parse(written, mode="eval").body)
 
+
+_ROUNDINGS: dict[str, Callable[[Any], Any]] = {
+    "float": torch.sym_float,
+    "math.trunc": math.trunc,
+    "math.floor": math.floor,
+    "math.ceil": math.ceil,
+    "math.sqrt": torch._sym_sqrt,  # type: ignore[attr-defined]
+    "round": round,
+}
 
 _ARITHMETIC = (
     ast.Expression, ast.Constant, ast.Name, ast.Load, ast.BinOp, ast.UnaryOp, ast.Compare, ast.BoolOp, ast.Call, ast.operator, ast.unaryop,
@@ -361,9 +402,14 @@ _ARITHMETIC = (
 
 def refuse_code(written: str, names: Collection[str]) -> None:
     """Raise `ValueError` if a text from outside is more than arithmetic on and comparisons of these names."""
-    for node in ast.walk(ast.parse(written, mode="eval")):
+    nodes = list(ast.walk(ast.parse(written, mode="eval")))
+    roundings = [n.func for n in nodes if isinstance(n, ast.Call) and ast.unparse(n.func) in _ROUNDINGS]
+    inside = {id(inner) for function in roundings for inner in ast.walk(function)}
+    for node in nodes:
+        if id(node) in inside:
+            continue
         strange = isinstance(node, ast.Name) and node.id not in (*names, "max", "min")
-        calls = isinstance(node, ast.Call) and not isinstance(node.func, ast.Name)
+        calls = isinstance(node, ast.Call) and not isinstance(node.func, ast.Name) and id(node.func) not in inside
         value = isinstance(node, ast.Constant) and not isinstance(node.value, (int, float))
         if strange or calls or value or not isinstance(node, _ARITHMETIC):
             raise ValueError(f"{written!r} is no condition on {', '.join(names)}")
