@@ -257,7 +257,7 @@ def _encode(item: Any) -> Any:
     ):
         if isinstance(item, kind):
             return {tag: str(item).removeprefix("torch.")}
-    if isinstance(item, torch.SymInt):
+    if isinstance(item, (torch.SymInt, torch.SymFloat)) and symbols.is_readable(text(item)):
         return {"size": text(item)}
     if isinstance(item, torch.device):
         return {"device": str(item)}

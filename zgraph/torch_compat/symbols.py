@@ -400,6 +400,12 @@ _ARITHMETIC = (
 )  # fmt: skip
 
 
+def is_readable(written: str) -> bool:
+    """Return whether `read` knows all functions of a text of `text`."""
+    calls = (n.func for n in ast.walk(ast.parse(written, mode="eval")) if isinstance(n, ast.Call))
+    return all(ast.unparse(function) in ("max", "min", *_ROUNDINGS) for function in calls)
+
+
 def refuse_code(written: str, names: Collection[str]) -> None:
     """Raise `ValueError` if a text from outside is more than arithmetic on and comparisons of these names."""
     nodes = list(ast.walk(ast.parse(written, mode="eval")))
