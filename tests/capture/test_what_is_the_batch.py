@@ -77,6 +77,39 @@ def test_what_belongs_to_the_batch_is_cut(kind):
     torch.testing.assert_close(train(Weighted(BATCH[kind]), *inputs), [p.grad for p in plain.parameters()])
 
 
+WITHOUT_A_RULE = {
+    "average pool": nn.AvgPool2d(2),
+    "adaptive pool": nn.AdaptiveAvgPool2d((2, 2)),
+    "largest of a window": nn.MaxPool2d(2),
+    "upsampling": nn.Upsample(scale_factor=2),
+    "reflections": nn.ReflectionPad2d(1),
+    "frequencies": lambda x: torch.fft.rfft(x).abs(),
+}
+
+
+class Pictures(nn.Module):
+    """Labels beside rows that have gone through an operator whose axes are not known."""
+
+    def __init__(self, middle):
+        super().__init__()
+        torch.manual_seed(1)
+        self.conv, self.middle = nn.Conv2d(1, 2, 3, padding=1), middle
+        with torch.no_grad():
+            size = middle(self.conv(torch.zeros(1, 1, 4, 4))).numel()
+        self.head = nn.Linear(size, 5)
+
+    def forward(self, x, y):
+        return F.cross_entropy(self.head(self.middle(self.conv(x)).flatten(1)), y)
+
+
+@sweep("kind", WITHOUT_A_RULE, quick=2)
+def test_labels_of_rows_that_went_through_what_is_not_known_are_cut(kind):
+    inputs = torch.randn(8, 1, 4, 4), torch.arange(8) % 5
+    plain = Pictures(WITHOUT_A_RULE[kind])
+    plain(*inputs).backward()
+    torch.testing.assert_close(train(Pictures(WITHOUT_A_RULE[kind]), *inputs), [p.grad for p in plain.parameters()])
+
+
 class Attends(nn.Module):
     """Self-attention of torch's modules or by hand, or a window, over a sequence that comes first or second."""
 

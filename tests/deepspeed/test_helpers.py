@@ -425,6 +425,13 @@ def test_checkpointing_settings_that_belong_to_the_configuration_are_refused(cap
     torch.testing.assert_close(x.grad, torch.cos(torch.ones(3)))
 
 
+def test_older_calls_of_checkpointing_are_there():
+    deepspeed.checkpointing.partition_activations_in_checkpoint(False)
+    deepspeed.checkpointing.set_num_layers(4)
+    with pytest.raises(UnsupportedError, match=r"partition_activations=True"):
+        deepspeed.checkpointing.partition_activations_in_checkpoint(True)
+
+
 def test_arguments_that_nothing_comes_of_are_told(caplog):
     model, x = nn.Linear(2, 2), torch.ones(1, 2)
     profiler = FlopsProfiler(model, recompute_fwd_factor=1.0)
@@ -553,6 +560,75 @@ def test_layers_draw_by_seeds_of_their_own():
         at[2],
     ]
     assert drawn(seed_fn=lambda seed: torch.manual_seed(0)) == drawn() != drawn(seed_layers=True)
+
+
+class Vision(PipelineModule):
+    """A pipeline as posts write it: settings of its own, a plain model's layers in a row with functions between them."""
+
+    def __init__(self, classes, **options):
+        self.classes = classes
+        self.specs = [
+            LayerSpec(nn.Conv2d, 1, 4, 3, padding=1),
+            nn.ReLU(inplace=True),
+            nn.AdaptiveAvgPool2d((2, 2)),
+            lambda x: torch.flatten(x, 1),
+            LayerSpec(nn.Linear, 16, 16),
+            nn.ReLU(inplace=True),
+            LayerSpec(nn.Linear, 16, self.classes),
+        ]
+        super().__init__(layers=self.specs, loss_fn=nn.CrossEntropyLoss(), **options)
+        self.scale = 1.0
+
+    def count(self):
+        return sum(p.numel() for p in self.parameters())
+
+
+def trained_vision(stages, options):
+    """The losses of three steps of two micro-batches, and of the same layers in plain PyTorch."""
+    torch.manual_seed(3)
+    model = Vision(5, num_stages=stages, **options)
+    torch.manual_seed(3)
+    plain = nn.Sequential(
+        *(layer if isinstance(layer, nn.Module) else nn.Flatten(1) for layer in Vision(5, num_stages=1).forward_funcs)
+    )
+    count = model.count()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0)
+    config = {**CONFIG, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 1}}
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=[p for p in model.parameters() if p.requires_grad], config=config
+    )
+    data = torch.Generator().manual_seed(0)
+    batches = [(torch.randn(2, 1, 6, 6, generator=data), torch.randint(5, (2,), generator=data)) for _ in range(6)]
+    loader, mine, theirs = iter(batches), [], []
+    for step in range(3):
+        mine.append(engine.train_batch(data_iter=loader).item())
+        losses = [nn.functional.cross_entropy(plain(x), y) / 2 for x, y in batches[2 * step : 2 * step + 2]]
+        sum(losses).backward()
+        theirs.append(sum(losses).item())
+        nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert (
+        engine.module.scale == 1.0
+        and engine.classes == 5
+        and engine.num_stages == stages
+        and count == sum(p.numel() for p in plain.parameters())
+    )
+    return mine, theirs
+
+
+def test_a_subclass_of_a_pipeline_trains_as_its_layers_do():
+    mine, theirs = trained_vision(1, {})
+    assert mine == pytest.approx(theirs, rel=1e-5) and len(set(mine)) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [{}, {"activation_checkpoint_interval": 1, "partition_method": "type:Linear|Conv2d"}], ids=str
+)
+def test_a_subclass_of_a_pipeline_trains_in_stages(two, options):
+    for mine, theirs in two.run(trained_vision, 2, options):
+        assert mine == pytest.approx(theirs, rel=1e-5) and len(set(mine)) == 3
 
 
 def test_a_pipeline_evaluates_to_its_loss_its_output_or_both():

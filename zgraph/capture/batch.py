@@ -52,7 +52,7 @@ def refuse_other_dimensions(program: Program, inputs: Sequence[tuple[str, torch.
     batch = set(axes.shapes(first)[0][0])
     for name, node in read[1:]:
         mine = set(axes.shapes(node)[0][0])
-        if mine and batch and not mine & batch and _known(mine, axes, forward):
+        if mine and batch and not mine & batch and _known(mine, batch, axes, forward):
             raise StepError(
                 f"{name} has the size of the batch, and forward never reads it beside the batch's rows",
                 where="micro_batches",
@@ -102,7 +102,7 @@ class LossOperators(TorchDispatchMode):
         batch = set().union(*(rows(x) for x in pytree.tree_leaves(output) if cut(x)))
         for path, x in pytree.tree_leaves_with_path(others):
             apart = cut(x) and batch and rows(x) and not rows(x) & batch
-            if apart and _known(rows(x), axes, operators) and not _only_reduced(rows(x), axes, operators):
+            if apart and _known(rows(x), batch, axes, operators) and not _only_reduced(rows(x), axes, operators):
                 raise StepError(
                     f"an argument of loss_fn (others{pytree.keystr(path)}) has the size of the batch, and is never read beside the output's rows",
                     where="micro_batches",
@@ -234,11 +234,14 @@ def _selected(source: fx.Node, axes: Axes, forward: Sequence[fx.Node]) -> set[in
     return positions
 
 
-def _known(mine: set[int], axes: Axes, forward: Sequence[fx.Node]) -> bool:
-    """Return whether it is known for every operator of the program what it does along these axes."""
-    for node in forward:
-        reads = any(mine & set(dim) for n in node.all_input_nodes for shape in axes.shapes(n) for dim in shape)
-        if reads and node not in axes.rules:
+def _known(mine: set[int], batch: set[int], axes: Axes, operators: Sequence[fx.Node]) -> bool:
+    """Return whether it is known for every operator what it does along these axes, and of the batch's where it leads them: an operator
+    without a rule, such as pooling, has the batch's rows under other axes in its result."""
+    for node in operators:
+        if node in axes.rules or node.target is operator.getitem:
+            continue
+        read = {axis for n in node.all_input_nodes for shape in axes.shapes(n) for dim in shape for axis in dim}
+        if mine & read or (batch & read and any(any(shape) for shape in axes.shapes(node))):
             return False
     return True
 

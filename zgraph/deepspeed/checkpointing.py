@@ -76,6 +76,15 @@ def configure(
     _configured = True
 
 
+def partition_activations_in_checkpoint(partition_activation: bool) -> None:
+    """Accept False. Raises `UnsupportedError` for True, as `configure` does."""
+    configure(partition_activations=partition_activation)
+
+
+def set_num_layers(nlayers: int) -> None:
+    """Do nothing: no buffers are made for layers in advance."""
+
+
 def is_configured() -> bool:
     return _configured
 
@@ -112,3 +121,6 @@ def get_cuda_rng_tracker() -> _Tracker:
 def model_parallel_cuda_manual_seed(seed: int) -> None:
     """Seed torch's generators."""
     torch.manual_seed(seed)
+
+
+model_parallel_reconfigure_tp_seed = model_parallel_cuda_manual_seed
