@@ -12,6 +12,7 @@ import torch.distributed as dist
 from one_bit import Net, batch, transfers, weights
 from ranks import Ranks
 from sweeps import sweep
+from torch import nn
 
 import zgraph
 from zgraph.errors import ModelError, PlanError, StepError, UnsupportedError, VerifyError
@@ -37,6 +38,19 @@ def plan(steps: dict | None = None, **fields) -> zgraph.Plan:
     return zgraph.Plan(local_steps=local(**(steps or {})), **given)
 
 
+class Even(Net):
+    """The same with widths that two ranks divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, 12)
+        self.a, self.b = nn.Linear(12, 16), nn.Linear(16, 4)
+
+
+def net_for(fields: dict) -> type[Net]:
+    return Even if "tp" in fields.get("mesh", {}) else Net
+
+
 # -- the reference ----------------------------------------------------------------------------------------------------
 def rounded(x: torch.Tensor, format: str, block: int = 256) -> torch.Tensor:
     """What is read of a part of a tensor that was sent in blocks with a scale for each."""
@@ -52,11 +66,13 @@ def rounded(x: torch.Tensor, format: str, block: int = 256) -> torch.Tensor:
 class Reference:
     """DiLoCo (Douillard et al., 2023, Algorithm 1), on all groups at once; torch's own optimizers inside and outside."""
 
-    def __init__(self, groups: int, dtype: torch.dtype = torch.float32, format: str = "same", outer=OUTER) -> None:
+    def __init__(
+        self, groups: int, dtype=torch.float32, format: str = "same", outer=OUTER, net: type[Net] = Net
+    ) -> None:
         self.groups, self.format, self.steps = groups, format, 0
-        self.nets = [Net().to(dtype) for _ in range(groups)]
+        self.nets = [net().to(dtype) for _ in range(groups)]
         self.inner = [torch.optim.AdamW(net.parameters(), **ADAMW) for net in self.nets]
-        self.common = Net().to(dtype)
+        self.common = net().to(dtype)
         self.outer = torch.optim.SGD(self.common.parameters(), **outer)
 
     def mean(self, moved: list[torch.Tensor]) -> torch.Tensor:
@@ -96,10 +112,10 @@ class Reference:
 # -- ranks ------------------------------------------------------------------------------------------------------------
 def path(steps: int, micro_batches: int, local_fields: dict, fields: dict, dtype) -> list[dict[str, torch.Tensor]]:
     """The weights of this rank after each step."""
-    model = zgraph.compile(Net().to(dtype), plan(local_fields, micro_batches=micro_batches, **fields))
-    found = []
+    model = zgraph.compile(net_for(fields)().to(dtype), plan(local_fields, micro_batches=micro_batches, **fields))
+    found, mine = [], dist.get_rank() // model.zgraph.plan.mesh.get("tp", 1)
     for step in range(steps):
-        parts = [batch(2 * step + n, dist.get_rank()) for n in range(micro_batches)]
+        parts = [batch(2 * step + n, mine) for n in range(micro_batches)]
         model.zgraph.train_step(torch.cat(parts))
         found.append(weights(model))
     return found
@@ -119,20 +135,24 @@ def follows(
     """How far weights were from the reference's at most. After each round all ranks have the same, bit for bit."""
     told, worst = local_fields or {}, 0.0
     outer = told["outer"].model_dump(include={"lr", "momentum", "nesterov", "dampening"}) if "outer" in told else OUTER
-    reference = Reference(groups, dtype, told.get("wire", "same"), outer)
+    reference = Reference(groups, dtype, told.get("wire", "same"), outer, net_for(fields))
     found = ranks.run(path, steps, micro_batches, told, fields, dtype)
-    within = world // groups
+    within, alike = world // groups, fields.get("mesh", {}).get("tp", 1)  # (ranks in a group; those with the same rows)
     for step in range(steps):
         batches = [
-            [batch(2 * step + n, group * within + at) for at in range(within) for n in range(micro_batches)]
+            [
+                batch(2 * step + n, (group * within + at) // alike)
+                for at in range(0, within, alike)
+                for n in range(micro_batches)
+            ]
             for group in range(groups)
         ]
         mine = [of_rank[step] for of_rank in found]
         expected = reference.step(batches)
         for rank, own in enumerate(mine):
             worst = max(worst, *(float((own[n] - v).abs().max()) for n, v in expected[rank // within].items()))
-        alike = all(torch.equal(mine[0][n], mine[-1][n]) for n in mine[0])
-        assert alike == ((step + 1) % EVERY == 0), step
+        together = all(torch.equal(mine[0][n], mine[-1][n]) for n in mine[0])
+        assert together == ((step + 1) % EVERY == 0), step
     return worst
 
 
@@ -146,6 +166,14 @@ def test_two_groups_do_what_the_algorithm_says(two: Ranks) -> None:
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_shards_within_groups_do_the_same(four: Ranks, zero: int) -> None:
     assert follows(four, 4, mesh={"replicate": 2, "dp": 2}, zero=zero) <= 1e-6
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_divided_weights_do_the_same(four: Ranks) -> None:
+    layers = {"a": "colwise", "b": "rowwise"}
+    mesh = {"replicate": 2, "tp": 2}
+    assert follows(four, 4, mesh=mesh, tensor_parallel=layers, dtype=torch.float64) <= 1e-6
 
 
 @pytest.mark.gloo

@@ -382,6 +382,17 @@ def test_another_optimizer_in_a_round_is_refused_and_the_same_goes_on() -> None:
     model.zgraph.recompile(plan(mesh={"dp": 1}, optimizer=zgraph.AdamW()))
 
 
+def test_a_state_dict_within_a_round_is_told_and_no_model_is_published(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = in_a_round()
+    with caplog.at_level(logging.WARNING, "zgraph"):
+        model.state_dict()
+    assert "state_dict() within a round of local steps has this rank's own weights" in caplog.text
+    with pytest.raises(StepError, match="a model can't be published between two synchronizations"):
+        model.save_pretrained(tmp_path)
+
+
 def with_a_loss_that_is_no_number(lost: int) -> dict[str, torch.Tensor]:
     """The weights after a round of which one step has, on one rank, a loss that is no number, and one more round."""
     model = zgraph.compile(Net(), plan(on_nonfinite="skip"))
