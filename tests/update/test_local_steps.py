@@ -16,6 +16,7 @@ from torch import nn
 
 import zgraph
 from zgraph.errors import ModelError, PlanError, StepError, UnsupportedError, VerifyError
+from zgraph.inspection.make_inspection import of_model
 from zgraph.passes import verify_program
 from zgraph.plan.optimizers import UpdateKind
 from zgraph.program.block_quantization import bytes_of
@@ -320,6 +321,16 @@ def test_each_kind_of_step_has_one_program_and_sends_its_bytes(two: Ranks, wire:
         assert updates == 2
         assert f"{sum(small)} of {len(sizes)} parameters in few bits; each rank sends" in report
         assert found == {UpdateKind.IN_GROUPS: [], UpdateKind.ROUNDS: expected}
+
+
+def test_inspections_know_the_update_at_a_rounds_end() -> None:
+    inspection = of_model(Net(), plan({"wire": "int8"}, mesh={"replicate": 2}), (batch(0, 0),), 2)
+    assert [name for name, way in inspection.ways.items() if way.kind == "update"] == ["round", "update"]
+    sent = {name: inspection.ways[name].after("share_rounds").facts["stats"] for name in ("round", "update")}
+    assert sent["round"]["in_few_bits"] > 0 and sent["update"]["parameters"] == 0
+    assert [f.program for f in inspection.forecast.programs][-1] == "update"
+    (only,) = inspection.only("round").ways
+    assert only == "round" and inspection.only("round").way("round").last.program.mesh == {"replicate": 2}
 
 
 # -- restarts ---------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ without compiling."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 from collections.abc import Callable
@@ -68,6 +69,8 @@ class PlannedStep:
     step: StepProgram  # the programs of the step
     # makes the update, None where nothing is updated; a memory budget decides how many states are offloaded
     update: Callable[[], History | None]
+    # makes the update of a step that ends a round of local steps; None without them
+    round: Callable[[], History | None]
     late: bool  # whether the update runs beside the next step
 
 
@@ -95,11 +98,13 @@ def planned_step(
     residents = resident_of(model, specs, plan, sizes, device, costs)
     step = StepProgram(captured, BuildContext(plan, costs, residents, pass_filter))
 
-    def update() -> History | None:
+    def update(ends_round: bool = False) -> History | None:
         step.history()
-        return whole_update(model, specs, plan, sizes, device, step.states) if step.differentiated else None
+        if not step.differentiated:
+            return None
+        return whole_update(model, specs, plan, sizes, device, step.states, ends_round=ends_round)
 
-    return PlannedStep(step, update, plan.offload.late)
+    return PlannedStep(step, update, functools.partial(update, True), plan.offload.late)
 
 
 def trained_layout(captured: Program) -> dict[str, ParamSpec]:

@@ -130,17 +130,25 @@ def whole_update(
     device: torch.device,
     share: float | None = None,
     held: OwnedParameters | None = None,
+    *,
+    ends_round: bool = False,
 ) -> History | None:
     """Build the update of every parameter that trains; return None for a plan without an optimizer, or a model without
     such parameters.
 
-    `share`: see `update_options`; `specs`, `sizes` and `held`: see `resident_of`. A pipeline stage that trains nothing
-    has an update too: it takes part in what all stages decide together.
+    It is that of the first step, or of one that `ends_round` (None without local steps). `share`: see `update_options`;
+    `specs`, `sizes` and `held`: see `resident_of`. A pipeline stage that trains nothing has an update too: it takes
+    part in what all stages decide together.
     """
     members, options = trained(module, specs, plan, share, held)
     if not members and (held is None or plan.optimizer is None):
         return None
-    return update_history(plan, members, specs_here(specs, held), mesh_of(sizes, held), device, options)
+    name = "update"
+    if ends_round:
+        if plan.local_steps is None:
+            return None
+        options, name = replace(options, kind=UpdateKind.ROUNDS), "round"
+    return update_history(plan, members, specs_here(specs, held), mesh_of(sizes, held), device, options, name)
 
 
 def state_bytes(

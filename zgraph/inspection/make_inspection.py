@@ -45,8 +45,9 @@ def of_model(
     part = kwargs if isinstance(inputs, dict) else args
     planned = planned_step(model, plan, part, world, costs, pass_filter or EVERY_PASS, captured)
     ways = _step_ways(planned.step, costs, planned.step.runs())
-    update = planned.update()
-    ways += [_way(update, 0, costs)] if update is not None else []  # (all states are its own inputs)
+    # (the one that most steps have is the last)
+    updates = [update for update in (planned.round(), planned.update()) if update is not None]
+    ways += [_way(update, 0, costs) for update in updates]  # (all states are its own inputs)
     hardware = costs.hardware.model_dump(mode="json")
     return Inspection(origin, world, {w.name: w for w in ways}, plan.model_dump(mode="json"), hardware, planned.late)
 
