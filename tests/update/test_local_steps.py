@@ -226,6 +226,43 @@ def test_one_group_steps_as_the_outer_optimizer_says() -> None:
     assert all((found[n] - v).abs().max() <= 1e-6 for n, v in expected.items())
 
 
+class Labelled(nn.Module):
+    """A model whose batches have other numbers of targets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = nn.Embedding(9, 11), nn.Linear(11, 7)
+
+    def forward(self, at, labels):
+        return nn.functional.cross_entropy(self.head(self.table(at)), labels)
+
+
+def labelled(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    at = torch.cat([batch(0, rank), batch(1, rank)])
+    labels = at % 7
+    labels[: 2 + 2 * rank] = -100
+    return at, labels
+
+
+def by_token() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The weights after a step of two micro-batches, and those of a plain model on this group's rows."""
+    given = {"micro_batches": 2, "loss_average": "token", "optimizer": zgraph.SGD(lr=0.1)}
+    model, plain = zgraph.compile(Labelled(), plan(**given)), Labelled()
+    at, labels = labelled(dist.get_rank())
+    model.zgraph.train_step(at, labels)
+    plain(at, labels).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    return weights(model), weights(plain)
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_targets_are_counted_within_a_group(two: Ranks) -> None:
+    for found, expected in two.run(by_token):
+        assert all((found[n] - v).abs().max() <= 1e-6 for n, v in expected.items())
+
+
 # -- plans ------------------------------------------------------------------------------------------------------------
 def test_the_outer_rate_is_the_papers_where_none_is_given(tmp_path: Path) -> None:
     assert local(outer=zgraph.SGD(momentum=0.9, nesterov=True)) == local() == zgraph.LocalSteps(every=EVERY)
