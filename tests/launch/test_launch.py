@@ -20,7 +20,7 @@ import zgraph.launch.run as runs
 from zgraph.cli.app import app
 from zgraph.errors import MeshError
 from zgraph.launch.bind_cores import cores_of, share_of
-from zgraph.launch.commands import Job, carried, losses_of, torchrun
+from zgraph.launch.commands import Job, carried, losses_of, remote, torchrun
 from zgraph.launch.environment import of_files, passed_on, read
 from zgraph.launch.hosts import chosen, limited, read_hostfile
 from zgraph.launch.rank_deaths import Death, Deaths
@@ -134,10 +134,23 @@ def test_each_node_has_a_line():
     line = lines["worker-2"]
     assert line[0] == "ssh" and "worker-2" in line and line[line.index("-p") + 1] == "2222"
     remote = line[-1]
-    assert remote.startswith("cd '/my work' && export CUDA_VISIBLE_DEVICES=0,1,2,3; export NCCL_DEBUG='a b'; exec ")
+    assert remote.startswith("cd '/my work' && export CUDA_VISIBLE_DEVICES=0,1,2,3 && export NCCL_DEBUG='a b' && exec ")
     words = shlex.split(remote.partition("exec ")[2])
     assert words[-2:] == ["train.py", "--a b"] and words[words.index("--node_rank") + 1] == "1"
     assert words[words.index("--nproc_per_node") + 1] == "4" and words[words.index("--nnodes") + 1] == "3"
+
+
+def test_a_node_without_the_folder_starts_nothing(tmp_path):
+    job = Job(
+        [f"{tmp_path}/script"],
+        {"a": [0]},
+        "a",
+        no_python=True,
+        variables={"A": "1", "B": "2"},
+        folder=f"{tmp_path}/no folder",
+    )
+    done = subprocess.run(["bash", "-c", remote(job, 0)], capture_output=True, text=True)
+    assert done.returncode and "no folder" in done.stderr and "torch" not in done.stderr
 
 
 def test_slurm_and_mpi_start_all_nodes_by_one_line():
@@ -533,6 +546,16 @@ def test_an_elastic_job_goes_on_without_a_node(second, code):
             losses_of(Job(["x"], HOSTS, "a", elastic=wrong))
     with pytest.raises(MeshError, match="mpirun ends all nodes when one fails"):
         carried(Job(["x"], {"a": [0], "b": [0]}, "a", elastic="1:2"), "openmpi")
+
+
+def test_a_job_whose_output_nobody_reads_ends(tmp_path):
+    class Closed(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    line = ["bash", "-c", f"echo $$ > {tmp_path}/pid; echo hello; exec sleep 300"]
+    assert runs.run({"one": line}, out=Closed()) == 128 + signal.SIGPIPE
+    assert not running((tmp_path / "pid").read_text().strip())
 
 
 def test_a_program_that_is_not_there_is_named_and_nothing_is_left(tmp_path):

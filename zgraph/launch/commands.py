@@ -85,7 +85,7 @@ def remote(job: Job, node: int | str) -> str:
     variables = dict(job.variables)
     if job.slots_are_chosen:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, slots))
-    exports = "".join(f"export {name}={shlex.quote(value)}; " for name, value in sorted(variables.items()))
+    exports = "".join(f"export {name}={shlex.quote(value)} && " for name, value in sorted(variables.items()))
     line = " ".join(part if part == node else shlex.quote(part) for part in torchrun(job, node))
     return f"cd {shlex.quote(job.folder)} && {exports}exec {line}"
 

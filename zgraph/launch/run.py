@@ -46,10 +46,14 @@ class _Shown:
     out: TextIO  # all that is shown
     several: bool  # lines begin with their node's name
     deaths: Deaths  # reports of dead ranks are gathered here, and not shown as they come
+    stopped: list[int]  # numbers of signals that end the job; SIGPIPE's where nobody reads what is shown
 
     def write(self, text: str) -> None:
-        self.out.write(f"{text}\n")
-        self.out.flush()
+        try:
+            self.out.write(f"{text}\n")
+            self.out.flush()
+        except OSError:
+            self.stopped.append(signal.SIGPIPE)
 
 
 class _Node:
@@ -115,14 +119,14 @@ def run(
 ) -> int:
     """Run command lines, by their names, until all have ended; return 0, or the exit code of the rank or else of the node that failed first.
 
-    When more is lost than `losses` allow, or this process is interrupted (SIGINT, SIGTERM, SIGHUP, unless it ignores them), the others get
-    SIGTERM, and SIGKILL `PATIENCE` seconds later, with all that they have started, which a command that has ended already may have left. The last
-    lines of the rank that died first are shown again, before what followed of it; of a node where no rank says that it died, the node's. Raises
-    `MeshError` for a line whose program is not there.
+    When more is lost than `losses` allow, or this process is interrupted (SIGINT, SIGTERM, SIGHUP, unless it ignores them), or nobody reads
+    its output any more, the others get SIGTERM, and SIGKILL `PATIENCE` seconds later, with all that they have started, which a command that has
+    ended already may have left. The last lines of the rank that died first are shown again, before what followed of it; of a node where no rank
+    says that it died, the node's. Raises `MeshError` for a line whose program is not there.
     """
-    shown = _Shown(out or sys.stdout, len(lines) > 1, Deaths())
     nodes: list[_Node] = []
     stopped: list[int] = []
+    shown = _Shown(out or sys.stdout, len(lines) > 1, Deaths(), stopped)
     wanted = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
     handlers = {n: signal.signal(n, lambda number, _: stopped.append(number)) for n in wanted}
     try:
