@@ -585,6 +585,21 @@ def test_a_size_that_is_arithmetic_on_another_is_a_number_where_that_one_is_1():
     assert len(mine.zgraph.programs) == 4  # (the first one, that for all, and one each for lengths of 1 and rows of 1)
 
 
+class Pairs(Turned):
+    """Takes two rows of `y` for each of `x`, and says how many there are by their product alone."""
+
+    def forward(self, x, y):
+        return (self.mix(x) * y.view(x.shape[0], -1, 2, 4).sum(2)).square().mean()
+
+
+def test_a_condition_that_many_sizes_meet_makes_none_a_number():
+    mine, plain = pair(Pairs)
+    for rows, length in ((2, 3), (2, 5), (3, 8), (5, 4), (2, 31)):
+        call = {"x": torch.randn(rows, length, 4), "y": torch.randn(rows, 2 * length, 4)}
+        assert difference(mine, plain, call) < 1e-6
+    assert len(mine.zgraph.programs) == 2
+
+
 class Transposed(nn.Module):
     """Makes as many columns as it was given, by a convolution whose padding is a size."""
 

@@ -235,7 +235,8 @@ def _known_size(traced: TracedSize, env: Any, declared: SymbolicSizes, table: Ta
                 f"size {traced.name!r} is declared to be {wanted[0]} {upper}",
                 where=where,
                 why=f"the model takes {low} {'and more' if high is None else f'to {high}'}",
-                hint="declare a range within that, or enlarge what bounds it (a table of positions, say)",
+                hint="declare a range within that, or enlarge what bounds it (a table of positions, say); where the model's code only branches "
+                "on the size, leave max out: each side has a program",
             )
         low = max(low, wanted[0])
         high = wanted[1] if high is None else high if wanted[1] is None else min(high, wanted[1])

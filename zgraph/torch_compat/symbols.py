@@ -208,7 +208,7 @@ def bounds(env: Any, symbol: Symbol) -> tuple[int, int | None]:
 def bounded_by(env: Any, symbol: Symbol) -> str | None:
     """Return the user's line that gave a symbol its largest number, or made it one number; None if unknown."""
     asked = guards(env)
-    pinned = [g.where for g in asked if g.where and _pins(g.condition, symbol)]
+    pinned = [g.where for g in asked if g.where and _pins(env, g.condition, symbol)]
     if pinned:
         return pinned[0]
     lines = [g.where for g in asked if g.where and symbol in g.condition.free_symbols]
@@ -222,15 +222,17 @@ def specialised(env: Any, symbol: Symbol) -> int | None:
     replacement = env.replace(symbol)
     if replacement.is_number:
         return int(replacement)
-    return point(env, symbol) if any(_pins(g.condition, symbol) for g in guards(env)) else None
+    return point(env, symbol) if any(_pins(env, g.condition, symbol) for g in guards(env)) else None
 
 
-def _pins(condition: Any, symbol: Symbol) -> bool:
+def _pins(env: Any, condition: Any, symbol: Symbol) -> bool:
     """Return whether a condition fixes arithmetic on this symbol alone to a number: (n // 8) ** 2 == 16 does, n % 8 ==
-    0 does not."""
+    0 and n // (n // 2) == 2 (n is even) do not."""
     if not isinstance(condition, sympy.Eq) or condition.free_symbols != {symbol} or condition.has(Mod, PythonMod):
         return False
-    return any(side.is_number for side in condition.args)
+    multiples = (sympy.Integer(times * point(env, symbol)) for times in (2, 3, 4))
+    holds = any(condition.xreplace({symbol: number}) == sympy.true for number in multiples)
+    return not holds and any(side.is_number for side in condition.args)
 
 
 def guards(env: Any) -> list[FoundGuard]:
