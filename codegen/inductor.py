@@ -220,6 +220,7 @@ def _of_graph(
     """Compile one graph, that of a program or of a section; return as `_generated` does."""
     graph = module.graph
     inductor_code.name_origins(graph)
+    inductor_code.renew_input_values(graph)
     inductor_code.name_held(held)
     inputs = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
     graph.output_node().meta["user_visible_output_idxs"] = fixed

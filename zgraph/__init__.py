@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from zgraph.plan.precision import Precision
     from zgraph.plan.shapes import Size
     from zgraph.plan.watchdog import Watch
+    from zgraph.program.sparse_attention import sparse_attention
 
 __all__ = [
     "EMA",
@@ -118,6 +119,7 @@ __all__ = [
     "full_weights",
     "load_pretrained",
     "programs",
+    "sparse_attention",
     "stream_weights",
     "verify",
 ]
@@ -174,6 +176,7 @@ _LAZY = {
     "full_weights": "zgraph.api.full_weights",
     "load_pretrained": "zgraph.api.load_pretrained",
     "programs": "zgraph.build.planned_step",
+    "sparse_attention": "zgraph.program.sparse_attention",
     "stream_weights": "zgraph.api.stream_weights",
     "verify": "zgraph.api.verify",
     **dict.fromkeys(_OPTIMIZERS, "zgraph.plan.optimizers"),

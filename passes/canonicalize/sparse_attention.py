@@ -8,8 +8,6 @@ can't take is an error: with dropout, on other sequences than its own, written o
 
 from __future__ import annotations
 
-import hashlib
-import inspect
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,11 +18,10 @@ from torch import fx
 from zgraph.errors import PlanError
 from zgraph.names import did_you_mean, matches
 from zgraph.passes.contract import graph_pass
-from zgraph.plan.attention import Dense, MaskFunction, Sparsity
-from zgraph.plan.user_functions import load_named
+from zgraph.plan.attention import Dense, Sparsity
 from zgraph.program.node import Phase, info, tensor
 from zgraph.program.program import Fact, InputRole, OutputRole, Program
-from zgraph.program.sparse_attention import SPARSE, SPARSE_BACKWARD, shown_by
+from zgraph.program.sparse_attention import SPARSE, SPARSE_BACKWARD, layout_text
 from zgraph.torch_compat.symbols import expression
 
 aten = torch.ops.aten
@@ -52,7 +49,7 @@ class SparseOptions:
 def sparse_attention(program: Program, options: SparseOptions) -> dict[str, int]:
     _check_patterns(program, options)
     sparsities = dict(options.attention)
-    layouts = {pattern: _layout(pattern, sparsity) for pattern, sparsity in options.attention}
+    layouts = {pattern: layout_text(sparsity) for pattern, sparsity in options.attention}
     count = 0
     for node in list(program.nodes):
         if node.target not in _SPARSE:
@@ -115,25 +112,6 @@ def _written_out(program: Program, pattern: str) -> fx.Node | None:
         if len(shape) > 2 and shape[-1] == shape[-2] and matches(program.modules_around(node) or [""], [pattern]):
             return node
     return None
-
-
-def _layout(pattern: str, sparsity: Sparsity) -> str:
-    """Return a sparsity as an operator takes it. A mask function is called once, so that one that fails does so before anything runs, and
-    its code counts in what programs are told apart by."""
-    if isinstance(sparsity, MaskFunction):
-        function = load_named(sparsity.function, "mask function")
-        shown_by(sparsity, torch.zeros(1, dtype=torch.int64), torch.arange(2), torch.arange(2))
-        try:
-            code = hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
-        except (OSError, TypeError):
-            raise PlanError(
-                f"the code of the mask function {sparsity.function!r} can't be read",
-                where=f"attention.{pattern}",
-                why="ranks compare it, and programs are kept by it",
-                hint="define it with def, in a file",
-            ) from None
-        sparsity = sparsity.model_copy(update={"code": code})
-    return sparsity.model_dump_json()
 
 
 def _pattern_of(program: Program, node: fx.Node | None, layouts: dict[str, str]) -> str | None:

@@ -64,8 +64,8 @@ def bucket(program: Program, options: BucketOptions) -> dict[str, int]:
     later: list[list[ParameterCollective]] = []
     for stage in ([t for t in reductions if t.source not in ends], list(chained.values())):
         stage.sort(key=lambda t: t.start)
-        groups = [_as_in(options.order, g) for g in _alike(stage, layers)]
-        grown = [b for g in groups for b in _grown(g, options.reduce, options, program)]
+        ordered = [_as_in(options.order, g) for g in _alike(stage, layers)]
+        grown = [b for g in ordered for b in _grown(g, options.reduce, options, program)]
         for members in grown:
             _join(members, f"reductions{len(later)}", lambda members: _together_after(members, chained))
             later.append(members)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -487,6 +488,38 @@ def test_eager_runs_what_inductor_cant(refused: None) -> None:
     x = torch.randn(8)
     model(x).backward()
     assert torch.equal(model.scale.grad, x)
+
+
+@torch.library.custom_op("zgraph_tests::of_rows", mutates_args=())
+def of_rows(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+@of_rows.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+class UsesOwnOperator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            y = of_rows(self.inner(x).transpose(0, 1))
+        return (y.transpose(0, 1) * self.inner(x)).sum()
+
+
+def test_an_operator_of_ones_own_takes_all_lengths_in_one_program() -> None:
+    """Inductor keeps to the layouts that a custom operator's inputs had at capture, whose sizes have other names since."""
+    torch.manual_seed(0)
+    plain = UsesOwnOperator()
+    model = zgraph.compile(copy.deepcopy(plain), zgraph.Plan(shapes="dynamic"))
+    for rows in (5, 3):
+        x = torch.randn(rows, 4, 8)
+        torch.testing.assert_close(model(x), plain(x))
+    assert len(model.zgraph.runtime.entries) == 1
 
 
 @pytest.mark.slow

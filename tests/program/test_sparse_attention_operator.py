@@ -165,3 +165,14 @@ def test_layouts_that_do_not_fit_are_refused(sparsity, said):
     with pytest.raises(PlanError) as caught:
         SPARSE(x, x, x, None, False, None, sparsity.model_dump_json())
     assert said in str(caught.value)
+
+
+def test_the_function_differentiates_in_plain_pytorch():
+    given = [torch.randn(2, HEADS, 40, WIDTH, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    sparsity = zgraph.LocalWindow(block=8)
+    seen = torch.rand(40, 40) > 0.3
+    assert torch.autograd.gradcheck(
+        lambda *x: zgraph.sparse_attention(*x, sparsity, attn_mask=seen, is_causal=True), given
+    )
+    with pytest.raises(zgraph.errors.UnsupportedError, match="sparse attention on meta"):
+        zgraph.sparse_attention(*[x.to("meta") for x in given], sparsity)

@@ -11,10 +11,10 @@ import torch
 from torch import fx
 
 from zgraph.program.node import value
-from zgraph.program.sparse_attention import SPARSE, SPARSE_BACKWARD, counted_blocks
+from zgraph.program.sparse_attention import SPARSE, SPARSE_BACKWARD, counted_blocks, longest
 
 aten = torch.ops.aten
-_LONG = 4096  # the length whose share of blocks stands for that of symbolic lengths
+_LONG = 4096  # the length (if a layout is for such) whose share of blocks stands for that of symbolic lengths
 
 
 def _attention(query: Any, key: Any, values: Any, *rest: Any, **options: Any) -> Any:
@@ -39,10 +39,9 @@ def _sparse_attention_backward(grad_out: Any, query: Any, key: Any, values: Any,
 
 
 def _share(query: Any, layout: str, whole: Any) -> Any:
-    """Return the operations of the blocks of a layout; a symbolic length has the share of `_LONG`."""
-    heads, length = (
-        size if type(size) is int else typical for size, typical in zip(query[1:3], (1, _LONG), strict=True)
-    )
+    """Return the operations of the blocks of a layout; a symbolic length has the share of a long one."""
+    typical = (1, longest(layout, _LONG))
+    heads, length = (size if type(size) is int else known for size, known in zip(query[1:3], typical, strict=True))
     computed, all_blocks = counted_blocks(layout, heads, length)
     return whole * computed // all_blocks
 

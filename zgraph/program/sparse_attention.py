@@ -9,13 +9,16 @@ attention; so its work is that of the blocks, and it holds no value of length x 
 from __future__ import annotations
 
 import functools
+import hashlib
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from zgraph.errors import PlanError
+from zgraph.errors import PlanError, UnsupportedError
 from zgraph.plan.attention import BlockLayout, MaskFunction, Sparsity, sparsity_of
 from zgraph.plan.user_functions import load_named
 from zgraph.program.ops import library
@@ -115,6 +118,12 @@ def counted_blocks(layout: str, heads: int, length: int) -> tuple[int, int]:
     """Return (the number of blocks that are computed, the number of all blocks), of the heads whose layouts differ."""
     rows = block_rows(layout, heads, length)
     return sum(len(row) for head in rows for row in head), max(1, sum(len(head) ** 2 for head in rows))
+
+
+def longest(layout: str, wanted: int) -> int:
+    """Return the wanted length, or the largest that the layout is for if that is less."""
+    sparsity = sparsity_of(layout)
+    return min(wanted, len(sparsity.layout[0]) * sparsity.block) if isinstance(sparsity, BlockLayout) else wanted
 
 
 @dataclass(frozen=True)
@@ -281,3 +290,74 @@ library.impl("sparse_attention", _forward, "CPU")
 library.impl("sparse_attention_backward", _backward, "CPU")
 torch.library.register_fake("zgraph::sparse_attention", like_forward, lib=library)
 torch.library.register_fake("zgraph::sparse_attention_backward", like_backward, lib=library)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, attn_mask, is_causal, scale, layout = inputs
+    if attn_mask is not None and attn_mask.requires_grad:
+        raise UnsupportedError(
+            "the mask of sparse attention has no gradient",
+            why="it requires one: a bias that is learned, say",
+            hint="attn_mask.detach(); or whole attention where the mask is learned",
+        )
+    ctx.save_for_backward(query, key, value, attn_mask, *output)
+    ctx.options = (is_causal, scale, layout)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _differentiate(context: Any, grad_out: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    query, key, value, attn_mask, out, sums = context.saved_tensors
+    grads = SPARSE_BACKWARD(grad_out, query, key, value, out, sums, attn_mask, *context.options)
+    return (*grads, None, None, None, None)
+
+
+torch.library.register_autograd("zgraph::sparse_attention", _differentiate, setup_context=_save, lib=library)
+
+
+def sparse_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sparsity: Sparsity,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """Return attention [rows, heads, length, width] that computes only the blocks of a sparsity, in any model on a CPU.
+
+    Keys and values may have fewer heads, which divide the queries'. `attn_mask` (booleans that are true where a query sees a key, or numbers
+    that are added to the scores) and `is_causal` hide keys besides; a query that sees no key has output 0. `scale` is that of the scores, by
+    default 1 / sqrt(width). A compiled model has the same operator in its program. Raises `UnsupportedError` on other devices and for a mask
+    that requires a gradient, `PlanError` for a layout or a mask function that does not fit.
+    """
+    if query.device.type != "cpu":
+        raise UnsupportedError(
+            f"sparse attention on {query.device.type}",
+            why="there is a kernel for CPUs alone",
+            hint="scaled_dot_product_attention with a mask",
+        )
+    if attn_mask is not None and attn_mask.dtype is torch.bool:
+        attn_mask = torch.zeros(attn_mask.shape, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
+    out: Tensor = SPARSE(query, key, value, attn_mask, is_causal, scale, layout_text(sparsity))[0]
+    return out
+
+
+@torch.compiler.assume_constant_result
+def layout_text(sparsity: Sparsity) -> str:
+    """Return a sparsity as the operator takes it. A mask function is called once, so that one that fails does so before anything runs, and
+    its code counts in what programs are told apart by. Raises `PlanError`."""
+    if isinstance(sparsity, MaskFunction):
+        function = load_named(sparsity.function, "mask function")
+        shown_by(sparsity, torch.zeros(1, dtype=torch.int64), torch.arange(2), torch.arange(2))
+        try:
+            code = hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
+        except (OSError, TypeError):
+            raise PlanError(
+                f"the code of the mask function {sparsity.function!r} can't be read",
+                where="attention",
+                why="ranks compare it, and programs are kept by it",
+                hint="define it with def, in a file",
+            ) from None
+        sparsity = sparsity.model_copy(update={"code": code})
+    return sparsity.model_dump_json()

@@ -106,6 +106,16 @@ def name_origins(graph: fx.Graph) -> None:
             node.meta["original_aten"] = node.target
 
 
+def renew_input_values(graph: fx.Graph) -> None:
+    """Tell Inductor the layouts of memory that operators of the user's own get here, where it keeps to them.
+
+    Capture has recorded them by its own sizes; symbols have other names since, and passes may have divided the operands.
+    """
+    for node in graph.nodes:
+        if "eager_input_vals" in node.meta:
+            node.meta["eager_input_vals"] = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+
+
 def name_held(inputs: Sequence[fx.Node]) -> None:
     """Tell Inductor, by renaming them, which inputs outlive the graph.
 
