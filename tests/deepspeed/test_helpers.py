@@ -487,6 +487,8 @@ def test_topologies_are_deepspeeds():
     assert (grid.dp_group, grid.pp_group, grid.slice_group) == ([7, 9, 11], [1, 7], [6, 7])
     with pytest.raises(MeshError, match="name each axis"):
         topology.get_rank(pipe=0)
+    with pytest.raises(MeshError, match=f"the topology has 12 ranks, and there are {comm.get_world_size()}"):
+        PipelineParallelGrid(topology)
     with pytest.raises(MeshError, match="one size for each axis"):
         ProcessTopology(["a", "a"], [1, 2])
 

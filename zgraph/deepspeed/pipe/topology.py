@@ -109,13 +109,21 @@ class PipelineParallelGrid:
     """A rank's position in a topology, with the methods of `engine.grid`.
 
     A process group is made when it is first asked for: all of its ranks must do so. (The compiled model has groups of its
-    own.) `process_group` is not looked at, as in DeepSpeed.
+    own.) `process_group` is not looked at, as in DeepSpeed. Without a `rank` it is this process's: raises `MeshError` if there are
+    other ranks than the topology's.
     """
 
     def __init__(self, topology: ProcessTopology, process_group: Any = None, *, rank: int | None = None) -> None:
         self._topo = topology
         self.global_rank = comm.get_rank() if rank is None else rank
         self.world_size = topology.world_size()
+        if rank is None and not self._is_grid_valid():
+            raise MeshError(
+                f"the topology has {self.world_size} ranks, and there are {comm.get_world_size()}",
+                where="topology",
+                why=f"its sizes are {dict(zip(topology.axes, topology.dims, strict=True))}",
+                hint="sizes whose product is the number of ranks",
+            )
         self.pipe_parallel_size = max(topology.get_dim("pipe"), 1)
         self.data_parallel_size = max(topology.get_dim("data"), 1)
         self.model_parallel_size = self.slice_parallel_size = max(topology.get_dim("model"), 1)
@@ -125,6 +133,9 @@ class PipelineParallelGrid:
         self.is_last_stage = self.stage_id == self.pipe_parallel_size - 1
         self.dp_group, self.pp_group, self.slice_group = (self._along(a) for a in ("data", "pipe", "model"))
         self._groups: dict[tuple[int, ...], Any] = {}
+
+    def _is_grid_valid(self) -> bool:
+        return self.world_size == comm.get_world_size()
 
     def _along(self, axis: str) -> list[int]:
         """Return the ranks whose positions differ from this rank's on one axis only."""
