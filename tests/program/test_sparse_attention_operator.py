@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from sweeps import chosen
@@ -9,7 +11,7 @@ from torch.nn import functional as F
 
 import zgraph
 from zgraph.errors import PlanError
-from zgraph.program.sparse_attention import SPARSE, SPARSE_BACKWARD, block_rows, counted_blocks
+from zgraph.program.sparse_attention import SPARSE, SPARSE_BACKWARD, block_rows, counted_blocks, layout_text
 
 HEADS, WIDTH = 4, 8
 
@@ -176,3 +178,38 @@ def test_the_function_differentiates_in_plain_pytorch():
     )
     with pytest.raises(zgraph.errors.UnsupportedError, match="sparse attention on meta"):
         zgraph.sparse_attention(*[x.to("meta") for x in given], sparsity)
+
+
+REACH, TABLE = 4, torch.ones(3, dtype=torch.bool)
+
+
+def inside(distance):
+    return distance.abs() < REACH
+
+
+def of_a_number(batch, head, query, key):
+    return inside(query - key)
+
+
+def of_a_table(batch, head, query, key):
+    return TABLE[query % 3] & (query >= key)
+
+
+def test_a_mask_function_that_reads_another_number_than_before_is_refused(monkeypatch):
+    x, sparsity = torch.randn(1, 1, 40, WIDTH), zgraph.MaskFunction(function=f"{__name__}:of_a_number", block=8)
+    text = layout_text(sparsity)
+    first = SPARSE(x, x, x, None, False, None, text)[0]
+    monkeypatch.setattr(sys.modules[__name__], "REACH", 20)
+    with pytest.raises(PlanError, match="has changed since the model was compiled"):
+        SPARSE(x, x, x, None, False, None, text)
+    wider = zgraph.sparse_attention(x, x, x, sparsity)
+    places = torch.arange(40)
+    assert torch.allclose(
+        wider, F.scaled_dot_product_attention(x, x, x, attn_mask=inside(places[:, None] - places)), atol=1e-6
+    )
+    assert not torch.allclose(wider, first)
+
+
+def test_a_mask_function_that_reads_what_may_change_unseen_is_refused():
+    with pytest.raises(PlanError, match="reads 'TABLE', which may change without being seen"):
+        layout_text(zgraph.MaskFunction(function=f"{__name__}:of_a_table"))

@@ -275,7 +275,7 @@ class MaskFunction(Sparsity, frozen=True):
     """A function `mask_mod(batch, head, query, key)` of positions, as flex attention takes it, that is true where a query sees a key.
 
     It is called with tensors of whole numbers that broadcast, and gives a tensor of booleans. It may not depend on the batch. Blocks that it
-    leaves empty are not computed.
+    leaves empty are not computed. Layouts are computed once for each length: numbers outside of it that it reads are compared at each call.
     """
 
     kind: Literal["function"] = "function"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import inspect
+import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +41,7 @@ SPARSE = torch.ops.zgraph.sparse_attention.default
 SPARSE_BACKWARD = torch.ops.zgraph.sparse_attention_backward.default
 
 _WHOLE = slice(None)
+_PLAIN = (bool, int, float, str, bytes, type(None))
 
 
 # -- layouts ----------------------------------------------------------------------------------------------------------
@@ -242,6 +243,7 @@ def _forward(
     out.zero_()
     sums.zero_()
     sparsity = sparsity_of(layout)
+    _refuse_changed(sparsity)
     for piece in _pieces(layout, query.shape[1], query.shape[2], is_causal):
         parts = _Parts(piece, query, key)
         mask = parts.mask(sparsity, attn_mask, is_causal, query)
@@ -268,6 +270,7 @@ def _backward(
     # (each key's gradient is a sum over rows of blocks, which is rounded once)
     summed = [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in (grad_key, grad_value)]
     sparsity = sparsity_of(layout)
+    _refuse_changed(sparsity)
     for piece in _pieces(layout, query.shape[1], query.shape[2], is_causal):
         parts = _Parts(piece, query, key)
         mask = parts.mask(sparsity, attn_mask, is_causal, query)
@@ -346,18 +349,66 @@ def sparse_attention(
 @torch.compiler.assume_constant_result
 def layout_text(sparsity: Sparsity) -> str:
     """Return a sparsity as the operator takes it. A mask function is called once, so that one that fails does so before anything runs, and
-    its code counts in what programs are told apart by. Raises `PlanError`."""
+    a digest of its code, and of what it reads, counts in what programs are told apart by. Raises `PlanError`."""
     if isinstance(sparsity, MaskFunction):
-        function = load_named(sparsity.function, "mask function")
         shown_by(sparsity, torch.zeros(1, dtype=torch.int64), torch.arange(2), torch.arange(2))
-        try:
-            code = hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
-        except (OSError, TypeError):
-            raise PlanError(
-                f"the code of the mask function {sparsity.function!r} can't be read",
-                where="attention",
-                why="ranks compare it, and programs are kept by it",
-                hint="define it with def, in a file",
-            ) from None
-        sparsity = sparsity.model_copy(update={"code": code})
+        sparsity = sparsity.model_copy(update={"code": _digest_of(sparsity)})
     return sparsity.model_dump_json()
+
+
+def _digest_of(sparsity: MaskFunction) -> str:
+    """Return a digest of a mask function's code, and of the numbers and texts outside of it that it reads."""
+    function = load_named(sparsity.function, "mask function")
+    return hashlib.sha256(repr(_read_by(function, sparsity.function, set())).encode()).hexdigest()[:16]
+
+
+def _read_by(function: Any, name: str, seen: set[int]) -> list[Any]:
+    """Return a function's code and what it reads outside of it. Raises `PlanError` for what may change unseen."""
+    code = getattr(function, "__code__", None)
+    if code is None or id(function) in seen:
+        return [] if code is not None else [repr(function)]
+    seen.add(id(function))
+    names = [name_ for part in _codes(code) for name_ in part.co_names]
+    outside = {name_: function.__globals__[name_] for name_ in names if name_ in function.__globals__}
+    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+    outside |= {name_: cell.cell_contents for name_, cell in cells}
+    parts: list[Any] = [
+        [
+            (part.co_code, [c for c in part.co_consts if not hasattr(c, "co_code")], part.co_names)
+            for part in _codes(code)
+        ]
+    ]
+    for name_, value in sorted(outside.items()):
+        if isinstance(value, types.ModuleType | types.BuiltinFunctionType | type | torch.dtype):
+            continue
+        if isinstance(value, types.FunctionType):
+            own = value.__module__.partition(".")[0] != "torch"
+            parts.append((name_, _read_by(value, name, seen) if own else value.__qualname__))
+        elif isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(isinstance(v, _PLAIN) for v in value)):
+            parts.append((name_, value))
+        else:
+            raise PlanError(
+                f"the mask function {name!r} reads {name_!r}, which may change without being seen",
+                where="attention",
+                why=f"it is {type(value).__name__}; layouts are computed once for each length",
+                hint="numbers, texts and tuples of them are compared at each call; put it into one of these",
+            )
+    return parts
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)
+
+
+def _refuse_changed(sparsity: Sparsity) -> None:
+    """Raise `PlanError` for a mask function that is not what the program was compiled with: cached layouts are those of then."""
+    if isinstance(sparsity, MaskFunction) and sparsity.code and _digest_of(sparsity) != sparsity.code:
+        raise PlanError(
+            f"the mask function {sparsity.function!r} has changed since the model was compiled",
+            where="attention",
+            why="its code, or a number outside of it that it reads, is another one: layouts are computed once for each length",
+            hint="compile the model again; or give each mask a function of its own",
+        )
