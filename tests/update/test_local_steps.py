@@ -277,6 +277,7 @@ def test_the_outer_rate_is_the_papers_where_none_is_given(tmp_path: Path) -> Non
     [
         ({"mesh": {"dp": -1}}, "the mesh has no replicate"),
         ({"mesh": {"replicate": 2, "pp": 2}}, "together with a pipeline"),
+        ({"mesh": {"replicate": 2, "cp": 2}}, "together with context parallelism"),
         ({"optimizer": None}, "has no optimizer"),
         ({"optimizer": zgraph.OneBitAdam()}, "together with a 1-bit optimizer"),
         ({"optimizer": zgraph.ZeroOneAdam()}, "together with a 1-bit optimizer"),

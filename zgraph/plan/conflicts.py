@@ -228,6 +228,13 @@ WITH_LOCAL_STEPS = (
         LEAVE_OUT,
     ),
     _not_with_local_steps(
+        "local_steps",
+        lambda plan: _ranks(plan, "cp") != 1,
+        "local_steps is set together with context parallelism",
+        "nothing has compared such a group's steps with the algorithm's yet",
+        'leave "cp" out of the mesh, or local_steps out',
+    ),
+    _not_with_local_steps(
         "ema",
         lambda plan: plan.ema is not None,
         "ema is set together with local_steps",
