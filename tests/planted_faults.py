@@ -461,12 +461,28 @@ FAULTS: tuple[Fault, ...] = (
         ("tests/capture/test_what_is_the_batch.py::test_what_has_the_batchs_size_by_coincidence_is_not_cut",),
     ),
     Fault(
+        "labels-beside-unknown-rows",
+        "optimizers",
+        "labels are no part of the batch where rows have gone through an operator whose axes are not known",
+        "        if mine & read or (batch & read and",
+        "        if mine & read or (not batch and",
+        ("tests/capture/test_what_is_the_batch.py::test_labels_of_rows_that_went_through_what_is_not_known_are_cut",),
+    ),
+    Fault(
         "blocks-cut",
         "optimizers",
         "a rank of `tp` has parts of the blocks of 8-bit states",
         "    return shape[2:] != whole[2:] or math.prod(shape[1:]) % block != 0",
         "    return False",
         ("tests/update/test_8bit_divided.py::test_a_checkpoint_goes_on_bit_for_bit_and_as_on_undivided_weights",),
+    ),
+    Fault(
+        "first-death-by-time-alone",
+        "ranks",
+        "the rank whose death is told first is another than the one that the others have lost",
+        "key=lambda entry: (entry[0].followed(), entry[0].asked, entry[2])",
+        "key=lambda entry: (entry[0].asked, entry[2])",
+        ("tests/launch/test_launch.py::test_a_rank_that_lost_another_is_told_after_one_that_says_nothing_of_it",),
     ),
     Fault(
         "former-memory-unread",
