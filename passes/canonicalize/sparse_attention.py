@@ -83,11 +83,11 @@ def _check_patterns(program: Program, options: SparseOptions) -> None:
     for pattern, _ in options.attention:
         if matches(of_model, [pattern]) and (written := _written_out(program, pattern)) is not None:
             raise PlanError(
-                "attention that is written out, or has dropout, can't be sparse",
+                "attention that is written out, has dropout, or has not four dimensions, can't be sparse",
                 where=f"attention.{pattern} ({info(written).source})",
                 why="it is a softmax over all keys in the captured model, not torch's scaled_dot_product_attention without dropout",
-                hint="call torch.nn.functional.scaled_dot_product_attention (transformers: attn_implementation='sdpa'), and set the dropout of "
-                "attention to 0",
+                hint="call torch.nn.functional.scaled_dot_product_attention (transformers: attn_implementation='sdpa') with tensors of [rows, "
+                "heads, length, width], and set the dropout of attention to 0",
             )
         if not staged and not matches(paths, [pattern]):
             known = matches(of_model, [pattern])
