@@ -528,6 +528,8 @@ def test_reports_are_read_behind_prefixes_and_among_each_other():
         for prefix, line in zip(("[default0]:", "n2: [default1]:", ""), lines, strict=True):
             assert deaths.take("n2", prefix + line)
     assert not deaths.take("n2", "zgraph launch: rank 4 is well")
+    for torn in ('{"host": "h"', '{"host": 1}', "{}}", '{"other": 1}'):
+        assert not deaths.take("n2", f"zgraph launch: rank 9 died {torn}")
     assert [(death.rank, death.last, node) for death, node in deaths.in_order()] == [
         (rank, [f"{rank} {n}" for n in range(3)], "n2") for rank in (4, 5)
     ], "those of an earlier attempt are not told"

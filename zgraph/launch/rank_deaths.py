@@ -65,13 +65,17 @@ class Deaths:
         self._deaths: dict[int, tuple[Death, str, float]] = {}  # by rank, with the node and when the rank began to fail
 
     def take(self, node: str, line: str) -> bool:
-        """Read a line of a node's output; return whether it is of a report. (torchrun and pdsh may put a prefix before it.)"""
+        """Read a line of a node's output; return whether it is of a report. (torchrun and pdsh may put a prefix before it; one that
+        was torn on its way is shown as any line.)"""
         match = _MARK.search(line)
         if match is None:
             return False
         rank, facts = int(match[1]), match[2]
         if facts is not None:
-            death = Death(rank, **json.loads(facts))
+            try:
+                death = Death(rank, **json.loads(facts))
+            except (ValueError, TypeError):
+                return False
             self._deaths[rank] = death, node, time.monotonic() - death.failing_for
         elif rank in self._deaths:
             self._deaths[rank][0].last.append(match[3])
