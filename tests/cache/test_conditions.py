@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -187,3 +188,29 @@ def test_zgraphs_own_lowering_is_no_stranger():
     """(That of gathers over gloo, which Inductor knows once something was compiled.)"""
     inductor_code.lower_gathers()
     torch_settings.refuse_own_tables()
+
+
+ATTENTION = MODEL.replace(
+    "x = torch.tanh(self.up(x)) * self.factor",
+    "x = self.up(x).view(1, 2, -1, 3)\n        x = nn.functional.scaled_dot_product_attention(x, x, x)",
+)
+REACH = 1
+
+
+def near(batch, head, query, key):
+    return (query - key).abs() <= REACH
+
+
+def test_a_mask_function_that_is_another_one_now(kept, monkeypatch):
+    attention = {"*": f"{__name__}:near"}
+    assert kept(ATTENTION, attention=attention) == kept(ATTENTION, attention=attention) == 1
+    monkeypatch.setattr(sys.modules[__name__], "REACH", 2)
+    assert kept(ATTENTION, attention=attention) == 2
+
+
+def never(node) -> bool:
+    return False
+
+
+def test_what_a_policy_of_ones_own_decides_is_not_kept(kept):
+    assert kept(recompute=f"{__name__}:never") == 0

@@ -223,8 +223,9 @@ def test_what_can_not_be_kept_is_said_and_is_no_success(folder, tmp_path):
         ({"mesh": {"pp": 2, "dp": -1}, "micro_batches": 2}, 2, "cache of a plan with a pipeline"),
         ({"dynamic": {"x": {0: "rows"}}}, 2, "declared to differ"),
         ({"mesh": {"dp": 3}}, 2, "world"),
+        ({"recompute": "package.module:policy"}, 2, "your own passes or policy"),
     ],
-    ids=["pipeline", "sizes", "mesh"],
+    ids=["pipeline", "sizes", "mesh", "policy"],
 )
 def test_what_is_never_kept_is_refused_before_anything_is_made(folder, plan, world, words):
     def never():

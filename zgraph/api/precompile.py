@@ -149,10 +149,10 @@ def _refuse(plan: Plan, world: int) -> None:
             why="what Inductor assumes of their sizes is not stored with their code",
             hint="leave it out to precompile the program for the sizes of the target's inputs",
         )
-    if plan.passes:
+    if plan.passes or plan.own_policy:
         raise PlanError(
-            "programs that your own passes change are not kept",
-            where="passes",
+            "programs that your own passes or policy change are not kept",
+            where="passes" if plan.passes else "recompute",
             why="their code is in no key of the cache",
             hint="leave them out, or let each run compile",
         )

@@ -32,6 +32,7 @@ from zgraph.program.digest import digest
 from zgraph.program.lazy_program import LazyProgram, lazy_from_text, text_of
 from zgraph.program.program import Program
 from zgraph.program.serialize import frame_from_json, frame_to_json
+from zgraph.program.sparse_attention import layout_text
 
 logger = logging.getLogger(__name__)
 
@@ -206,8 +207,9 @@ class StoredPrograms:
 
     def step(self, trace: Trace, pattern: frozenset[int], name: str, context: BuildContext) -> StoredStep | None:
         """Return what is kept of a capture's step; None for a step that can't be kept."""
-        if context.pass_filter != EVERY_PASS or context.order is not own_order or context.plan.passes:
-            return None  # (made for inspection, or by a user's own passes)
+        own_code = context.plan.passes or context.plan.own_policy
+        if context.pass_filter != EVERY_PASS or context.order is not own_order or own_code:
+            return None  # (made for inspection, or by a user's own passes or policy)
         condition_hash = self.conditions()
         if condition_hash is None:
             return None
@@ -219,6 +221,7 @@ class StoredPrograms:
         residents = context.residents
         made_with = [
             context.plan.model_dump(mode="json"),
+            [layout_text(sparsity) for sparsity in context.plan.attention.values()],  # (with digests of mask functions)
             context.costs.hardware.model_dump(mode="json"),
             context.costs.fused,
             [[share, repr(residents.at(share))] for share in residents.shares],

@@ -587,6 +587,11 @@ class Plan(Record, frozen=True):
         widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
         return "\n".join(f"{name:{widths[0]}}  {value:{widths[1]}}  {origin}" for name, value, origin in rows)
 
+    @property
+    def own_policy(self) -> str | None:
+        """The policy over nodes of the user's own that says what is recomputed, "package.module:function"; None without one."""
+        return self.recompute if isinstance(self.recompute, str) and ":" in self.recompute else None
+
     def user_passes(self) -> tuple[UserPass, ...]:
         """Return `passes`, parsed."""
         return tuple(UserPass.parse(text) for text in self.passes)
