@@ -32,9 +32,10 @@ def fixed(s, blocks: int, head: int):
     for block in range(blocks):
         window = block // s.num_local_blocks * s.num_local_blocks
         whole = window + s.num_local_blocks <= blocks
-        start = window + first if whole else max(0, min(window + first, blocks - s.num_global_blocks))
-        for at in range(start, min(start + s.num_global_blocks, blocks)):
-            start_of[at] = min(start, start_of.get(at, start))
+        start = window + first if whole else min(window + first, blocks - s.num_global_blocks)
+        begins = start if start >= 0 else max(0, blocks + start)  # (DeepSpeed's slices count from behind there)
+        for at in range(begins, min(start + s.num_global_blocks, blocks)):
+            start_of[at] = min(begins, start_of.get(at, begins))
 
     def shown(row: int, column: int) -> bool:
         local = row // s.num_local_blocks == column // s.num_local_blocks and (column <= row or not one_way)

@@ -144,16 +144,13 @@ class Fixed(_OfHeads, frozen=True):
         rows = _windows(blocks, [local], one_way=one_way)
         first = local - (1 + head % self.num_different_global_patterns) * represent
         whole = blocks - blocks % local
-        starts = list(range(first, whole, local))
+        parts = [range(start, min(start + represent, blocks)) for start in range(first, whole, local)]
         if whole < blocks:  # (a window that is cut short has its last blocks as representatives at the latest)
-            starts.append(max(0, min(whole + first, blocks - represent)))
-        for start in starts:
-            _see(
-                rows,
-                range(start, min(start + represent, blocks)),
-                one_way=one_way,
-                across=self.horizontal_global_attention,
-            )
+            start = min(whole + first, blocks - represent)
+            # In fewer blocks than represent a window DeepSpeed counts the first of them from behind.
+            parts.append(range(start if start >= 0 else max(0, blocks + start), min(start + represent, blocks)))
+        for part in parts:
+            _see(rows, part, one_way=one_way, across=self.horizontal_global_attention)
         return rows
 
 
