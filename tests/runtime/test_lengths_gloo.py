@@ -325,6 +325,46 @@ def test_ranks_on_two_sides_of_a_branch_that_use_other_layers_are_refused(two):
     assert two.run(branches) == [["train0", "train1"]] * 2
 
 
+class Thrice(nn.Module):
+    """Computes otherwise for long rows, and again for very long ones, with the same layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        hidden = self.down(self.up(x).tanh())
+        hidden = hidden * 2 + 1 if x.shape[1] > 8 else hidden
+        return (hidden.relu() if x.shape[1] > 20 else hidden).square().mean()
+
+
+def thrice(zero: int, micro: int) -> tuple[float, int]:
+    """The largest difference of a weight to plain PyTorch's after steps on several sides, and the number of programs."""
+    torch.manual_seed(0)
+    plain = Thrice()
+    plan = zgraph.Plan(zero=zero, backend="eager", optimizer=zgraph.SGD(lr=0.1), micro_batches=micro)
+    mine = zgraph.compile(copy.deepcopy(plain), plan)
+    for step, lengths in enumerate(((4, 6), (4, 12), (30, 5), (12, 25), (3, 40), (12, 12), (1, 30))):
+        draws = [torch.Generator().manual_seed(100 * step + rank) for rank in range(2)]
+        calls = [torch.randn(2 * micro, n, 6, generator=draw) for n, draw in zip(lengths, draws, strict=True)]
+        mine.train_step(calls[dist.get_rank()])
+        for call in calls:
+            (plain(call) / 2).backward()
+        with torch.no_grad():
+            for p in plain.parameters():
+                p -= 0.1 * p.grad
+        plain.zero_grad()
+    pairs = zip(mine.parameters(), plain.parameters(), strict=True)
+    return max(float((whole(a) - b).abs().max()) for a, b in pairs), len(mine.zgraph.programs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("zero", "micro"), [(0, 1), (1, 2), (2, 1), (3, 2)])
+def test_steps_of_ranks_on_several_sides(two, zero, micro):
+    for worst, programs in two.run(thrice, zero, micro):
+        assert worst < 1e-6 and programs == 4  # (a side each, and a length of 1)
+
+
 class Longest(nn.Module):
     """Pads two documents to the longer one: its code has a branch for each."""
 
