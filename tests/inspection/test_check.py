@@ -31,6 +31,7 @@ ALL = [
     "precision",
     "recompute",
     "tiles",
+    "attention",
     "tensor_parallel",
     "optimizer",
     "schedule",

@@ -37,9 +37,13 @@ class Spoilt(nn.Module):
 
 
 def in_update(monkeypatch: Any, type: Any) -> None:
-    """Let a faulty pass stand in the place of an update's first."""
-    first, *others = pass_pipeline.UPDATE_PASSES
-    monkeypatch.setattr(pass_pipeline, "UPDATE_PASSES", (dataclasses.replace(first, type=type), *others))
+    """Let a faulty pass stand in the place of the first that each update runs."""
+    rows = [
+        dataclasses.replace(row, type=type) if row.type.contract.name == "write_in_place" else row
+        for row in pass_pipeline.UPDATE_PASSES
+    ]
+    assert any(row.type is type for row in rows)
+    monkeypatch.setattr(pass_pipeline, "UPDATE_PASSES", tuple(rows))
 
 
 def spoilt():
