@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import zgraph
 from zgraph.build.planned_step import programs
-from zgraph.program.flops import product_flops
+from zgraph.program.flops import BEYOND_TORCH, product_flops
 from zgraph.program.node import Phase, info
 from zgraph.runtime.timings import model_flops
 
@@ -39,3 +39,14 @@ def test_attention_on_a_cpu_counts_as_on_a_device(words: int) -> None:
     scores = 2 * ROWS * HEADS * words * words * WIDTH  # of queries and keys; as many of these and values
     assert by_phase == {Phase.FORWARD: product + 2 * scores, Phase.BACKWARD: product + 5 * scores}
     assert model_flops(program) == sum(by_phase.values())
+
+
+@pytest.mark.parametrize("heads", [HEADS, 1])
+@pytest.mark.parametrize("name", ["flash", "efficient", "cudnn"])
+def test_attention_with_fewer_heads_of_keys_counts_each_of_the_queries(name: str, heads: int) -> None:
+    shapes = (ROWS, HEADS, 16, WIDTH), *[(ROWS, heads, 24, WIDTH)] * 2
+    scores = 2 * ROWS * HEADS * 16 * 24 * WIDTH
+    aten = torch.ops.aten
+    forward = BEYOND_TORCH[getattr(aten, f"_scaled_dot_product_{name}_attention")]
+    backward = BEYOND_TORCH[getattr(aten, f"_scaled_dot_product_{name}_attention_backward")]
+    assert (forward(*shapes), backward(shapes[0], *shapes)) == (2 * scores, 5 * scores)

@@ -18,16 +18,14 @@ _LONG = 4096  # the length (if a layout is for such) whose share of blocks stand
 
 
 def _attention(query: Any, key: Any, values: Any, *rest: Any, **options: Any) -> Any:
-    """Return the operations of an attention of tensors of these shapes, whatever its other arguments are."""
-    from torch.utils.flop_counter import sdpa_flop_count
-
-    return sdpa_flop_count(query, key, values)
+    """Return the operations of an attention of tensors of these shapes, whatever its other arguments are: two products for each head of
+    the queries."""
+    return 2 * query[0] * query[1] * query[2] * key[2] * (query[3] + values[3])
 
 
 def _attention_backward(grad_out: Any, query: Any, key: Any, values: Any, *rest: Any, **options: Any) -> Any:
-    from torch.utils.flop_counter import sdpa_backward_flop_count
-
-    return sdpa_backward_flop_count(grad_out, query, key, values)
+    """Return the operations of its backward: the scores once more, and the gradients of values, scores, queries and keys."""
+    return 2 * query[0] * query[1] * query[2] * key[2] * (3 * query[3] + 2 * values[3])
 
 
 def _sparse_attention(query: Any, key: Any, values: Any, *rest: Any, **options: Any) -> Any:
@@ -46,11 +44,17 @@ def _share(query: Any, layout: str, whole: Any) -> Any:
     return whole * computed // all_blocks
 
 
-# Attention on a CPU: shapes of the arguments to operations, as `FlopCounterMode(custom_mapping=…)` takes it. (What packed attention
-# costs depends on the lengths of its documents, which no program knows.)
+# Attention: shapes of the arguments to operations, as `FlopCounterMode(custom_mapping=…)` takes it. Torch's table lacks that on a CPU, and torch
+# 2.11's fails where keys have fewer heads. (What packed attention costs depends on the lengths of its documents, which no program knows.)
 BEYOND_TORCH: dict[Any, Callable[..., Any]] = {
     aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    aten._scaled_dot_product_flash_attention: _attention,
+    aten._scaled_dot_product_flash_attention_backward: _attention_backward,
+    aten._scaled_dot_product_efficient_attention: _attention,
+    aten._scaled_dot_product_efficient_attention_backward: _attention_backward,
+    aten._scaled_dot_product_cudnn_attention: _attention,
+    aten._scaled_dot_product_cudnn_attention_backward: _attention_backward,
     SPARSE.overloadpacket: _sparse_attention,
     SPARSE_BACKWARD.overloadpacket: _sparse_attention_backward,
 }

@@ -213,8 +213,6 @@ class Alone(nn.Module):
         q = self.inner(x)
         if self.how == "written out":
             return ((q @ q.mT).softmax(-1) @ q).sum()
-        if self.how == "without heads":
-            return F.scaled_dot_product_attention(*[q[:, 0]] * 3).sum()
         keys = q[:, :, :5] if self.how == "other keys" else q
         return F.scaled_dot_product_attention(q, keys, keys, dropout_p=0.1 if self.how == "dropout" else 0.0).sum()
 
@@ -230,7 +228,6 @@ def refused(model: nn.Module, attention: dict[str, Any], *call: Any) -> str:
     [
         ("written out", "attention that is written out, has dropout"),
         ("dropout", "attention that is written out, has dropout"),
-        ("without heads", "has not four dimensions"),
         ("other keys", "attention of 16 queries with 5 keys"),
     ],
 )
