@@ -106,6 +106,26 @@ def test_results_and_gradients_are_those_of_whole_attention_with_a_mask(
         assert float((result.double() - reference.detach()).abs().max()) <= BOUNDS[dtype] * largest
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", ["fixed", "bigbird", "window", "function"])
+def test_half_precision_is_rounded_about_once(layout, dtype):
+    """The error of each result is at most 3e-3 of it in bfloat16, whose numbers have 8 bits, and an eighth of that in float16, which has 11."""
+    torch.manual_seed(0)
+    sparsity = LAYOUTS[layout]
+    given = [torch.randn(2, HEADS, 200, 32).to(dtype) for _ in range(3)]
+    exact = [x.double().requires_grad_() for x in given]
+    shown = shown_by(sparsity, 200) & torch.ones(200, 200, dtype=torch.bool).tril()
+    expected = F.scaled_dot_product_attention(*exact, attn_mask=shown)
+    tangent = torch.randn_like(expected).to(dtype)
+    gradients = torch.autograd.grad(expected, exact, tangent.double())
+    options = (None, True, None, sparsity.model_dump_json())
+    out, sums = SPARSE(*given, *options)
+    results = (out, *SPARSE_BACKWARD(tangent, *given, out, sums, *options))
+    for result, reference in zip(results, (expected, *gradients), strict=True):
+        error = (result.double() - reference).norm() / reference.norm()
+        assert float(error) <= (3e-3 if dtype is torch.bfloat16 else 3e-3 / 8)
+
+
 def test_the_fake_implementation_gives_the_same_layouts_of_memory():
     inputs = [torch.randn(2, 6, HEADS, WIDTH).transpose(1, 2) for _ in range(3)]
     options = (None, True, None, zgraph.LocalWindow(block=8).model_dump_json())

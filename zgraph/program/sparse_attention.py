@@ -267,8 +267,9 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad_query, grad_key, grad_value = like_backward(grad_out, query, key, value)
     grad_query.zero_()
-    # (each key's gradient is a sum over rows of blocks, which is rounded once)
-    summed = [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in (grad_key, grad_value)]
+    # (In half precision each row of blocks is computed in float32: a key's gradient is a sum over rows, which is rounded once.)
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    summed = [torch.zeros_like(x, dtype=dtype) for x in (grad_key, grad_value)]
     sparsity = sparsity_of(layout)
     _refuse_changed(sparsity)
     for piece in _pieces(layout, query.shape[1], query.shape[2], is_causal):
@@ -282,8 +283,10 @@ def _backward(
             parts.of_queries(out),
             parts.of_queries(logsumexp),
         )
-        of_query, of_key, of_value = _BACKWARD(*given, 0.0, False, attn_mask=mask, scale=scale)
-        grad_query[:, piece.heads, piece.queries] = of_query
+        wide = [x.to(dtype) for x in given]
+        mask = None if mask is None else mask.to(dtype)
+        of_query, of_key, of_value = _BACKWARD(*wide, 0.0, False, attn_mask=mask, scale=scale)
+        grad_query[:, piece.heads, piece.queries] = of_query.to(grad_query.dtype)
         parts.add_to_keys(summed[0], of_key)
         parts.add_to_keys(summed[1], of_value)
     return grad_query, grad_key.copy_(summed[0]), grad_value.copy_(summed[1])
