@@ -157,7 +157,16 @@ class Ranks:
         for rank in range(self.world):
             mine, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(theirs, rank, self.world, store, self.timeout, self.env), daemon=False
+                target=_serve,
+                args=(
+                    theirs,
+                    rank,
+                    self.world,
+                    store,
+                    self.timeout,
+                    {**os.environ, "OMP_NUM_THREADS": "1", **self.env},
+                ),
+                daemon=False,
             )
             process.start()
             theirs.close()
@@ -166,7 +175,8 @@ class Ranks:
 
 
 def _serve(pipe: Connection, rank: int, world: int, store: str, timeout: float, env: dict[str, str]) -> None:
-    os.environ.update({"OMP_NUM_THREADS": "1"} | env)
+    os.environ.clear()  # (the server that this was forked from has what was there when it began: perhaps a test's own)
+    os.environ.update(env)
     if os.path.exists("/sys/class/net/lo"):
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
