@@ -25,6 +25,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -43,6 +44,8 @@ _PRELOAD = [
     "transformers.models.gpt2.modeling_gpt2",
 ]
 
+
+_AT_FIRST = dict(os.environ)  # the environment before any test has changed it
 
 kept: dict[Any, Any] = {}
 """On a rank: what functions there leave for each other until it gets another process group, at the latest at the end of a test file."""
@@ -152,6 +155,14 @@ class Ranks:
     def _start(self) -> None:
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(_PRELOAD)
+        changed = dict(os.environ)
+        os.environ.clear()
+        os.environ.update(_AT_FIRST)  # (torch reads settings there when the server imports it)
+        try:
+            forkserver.ensure_running()
+        finally:
+            os.environ.clear()
+            os.environ.update(changed)
         self._directory = tempfile.TemporaryDirectory()
         store = os.path.join(self._directory.name, "store")
         for rank in range(self.world):
