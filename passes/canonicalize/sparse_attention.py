@@ -28,7 +28,7 @@ aten = torch.ops.aten
 _FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _TENSORS = {_FORWARD: 3, _BACKWARD: 6}  # the first arguments, which stay
-_SOFTMAX = (aten._softmax.default, aten._safe_softmax.default)
+_SOFTMAX = ("aten._softmax.default", "aten._safe_softmax.default")
 _SPARSE = {_FORWARD: SPARSE, _BACKWARD: SPARSE_BACKWARD}
 
 
@@ -75,7 +75,7 @@ def sparse_attention(program: Program, options: SparseOptions) -> dict[str, int]
 
 def _check_patterns(program: Program, options: SparseOptions) -> None:
     """Raise `PlanError` for a pattern that matches no attention in a whole model's program, and for attention that it matches and that is
-    written out as a softmax. (A stage of a model may lack what others have.)"""
+    computed as a softmax. (A stage of a model may lack what others have.)"""
     attentions = [n for n in program.graph.nodes if n.target in (_FORWARD, SPARSE)]
     paths = dict.fromkeys(path for n in attentions for path in program.modules_around(n) or [""])
     of_model = dict.fromkeys(path for n in program.nodes for path in program.modules_around(n) or [""])
@@ -83,30 +83,32 @@ def _check_patterns(program: Program, options: SparseOptions) -> None:
     for pattern, _ in options.attention:
         if matches(of_model, [pattern]) and (written := _written_out(program, pattern)) is not None:
             raise PlanError(
-                "attention that is written out, has dropout, or has not four dimensions, can't be sparse",
+                "attention that is computed as a softmax over all keys can't be sparse",
                 where=f"attention.{pattern} ({info(written).source})",
-                why="it is a softmax over all keys in the captured model, not torch's scaled_dot_product_attention without dropout",
-                hint="call torch.nn.functional.scaled_dot_product_attention (transformers: attn_implementation='sdpa') with tensors of [rows, "
-                "heads, length, width], and set the dropout of attention to 0",
+                why="the model has it written out, or torch computes its own so: with dropout, with a mask that has a gradient, "
+                "or for tensors that are not [rows, heads, length, width]",
+                hint="call torch.nn.functional.scaled_dot_product_attention (transformers: attn_implementation='sdpa') without these; "
+                "or leave this module out of the pattern",
             )
         if not staged and not matches(paths, [pattern]):
-            known = matches(of_model, [pattern])
-            raise PlanError(
-                f"attention has a pattern {pattern!r} that matches no attention",
-                where=f"attention.{pattern}",
-                why="there is attention on CPUs only, as a call of torch's scaled_dot_product_attention"
-                if known
-                else None,
-                hint=f"the modules with attention: {', '.join(list(paths)[:4])}"
-                if known and paths
-                else did_you_mean(pattern, paths or of_model),
-            )
+            raise _unmatched(pattern, [path for path in paths if path], [path for path in of_model if path])
+
+
+def _unmatched(pattern: str, attentions: list[str], modules: list[str]) -> PlanError:
+    what, where = f"attention has a pattern {pattern!r} that matches no attention", f"attention.{pattern}"
+    if attentions:
+        return PlanError(what, where=where, hint=f"the modules with attention: {', '.join(attentions[:4])}")
+    if not matches(modules or [""], [pattern]):
+        return PlanError(what, where=where, hint=did_you_mean(pattern, modules))
+    why = "in what it matches nothing calls torch's scaled_dot_product_attention on a CPU"
+    return PlanError(what, where=where, why=why, hint="call it there; there is no kernel for other devices yet")
 
 
 def _written_out(program: Program, pattern: str) -> fx.Node | None:
-    """Return a softmax of scores, queries by as many keys, in the modules that a pattern matches."""
+    """Return a softmax of scores, queries by as many keys, in the modules that a pattern matches. (For Inductor a softmax is captured as
+    several operators, which say what they were.)"""
     for node in program.nodes:
-        if node.target not in _SOFTMAX or info(node).phase is not Phase.FORWARD:
+        if str(node.meta.get("original_aten", node.target)) not in _SOFTMAX or info(node).phase is not Phase.FORWARD:
             continue
         shape = [expression(size) for size in tensor(node).shape]
         if len(shape) > 2 and shape[-1] == shape[-2] and matches(program.modules_around(node) or [""], [pattern]):

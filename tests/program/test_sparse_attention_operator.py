@@ -171,6 +171,10 @@ def asks_a_value(batch, head, query, key):
     return query >= key if query > 3 else query == key
 
 
+def of_the_first_row(batch, head, query, key):
+    return (query >= key) | (batch > 0)
+
+
 @pytest.mark.parametrize(
     ("sparsity", "said"),
     [
@@ -178,6 +182,7 @@ def asks_a_value(batch, head, query, key):
         (zgraph.BlockLayout(layout=[["1"], ["1"], ["1"]]), "the layout is for 3 heads, and attention has 4"),
         (zgraph.MaskFunction(function=f"{__name__}:returns_a_number"), "gives torch.int64, not booleans"),
         (zgraph.MaskFunction(function=f"{__name__}:asks_a_value"), "a mask function fails"),
+        (zgraph.MaskFunction(function=f"{__name__}:of_the_first_row"), "shows rows of a batch different keys"),
         (zgraph.MaskFunction(function=f"{__name__}:nothing"), "can't be loaded"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -97,9 +97,10 @@ def shown_by(sparsity: MaskFunction, heads: Tensor, queries: Tensor, keys: Tenso
     """Return what a mask function shows, [heads, queries, keys]. Raises `PlanError` for one that fails, or gives something else."""
     function: Callable[..., Tensor] = load_named(sparsity.function, "mask function")
     where, shape = f"attention: {sparsity.function}", (len(heads), len(queries), len(keys))
+    rows = torch.arange(2).view(2, 1, 1, 1)
     try:
-        shown = function(torch.tensor(0), heads.view(-1, 1, 1), queries.view(1, -1, 1), keys.view(1, 1, -1))
-        whole = torch.broadcast_to(shown, shape)
+        shown = function(rows, heads.view(1, -1, 1, 1), queries.view(1, 1, -1, 1), keys.view(1, 1, 1, -1))
+        first, second = torch.broadcast_to(shown, (2, *shape))
     except Exception as error:
         raise PlanError(
             "a mask function fails",
@@ -108,6 +109,14 @@ def shown_by(sparsity: MaskFunction, heads: Tensor, queries: Tensor, keys: Tenso
             hint="it gets (batch, head, query, key) as tensors of whole numbers that broadcast, and returns a tensor of booleans: "
             "operators of tensors, & and | in place of and, or, if",
         ) from error
+    if shown.dim() == 4 and len(shown) == 2 and not torch.equal(first, second):
+        raise PlanError(
+            "a mask function shows rows of a batch different keys",
+            where=where,
+            why="a layout is one for all rows",
+            hint="give what differs from row to row as the model's own mask",
+        )
+    whole = first
     if whole.dtype is not torch.bool:
         raise PlanError(
             f"a mask function gives {whole.dtype}, not booleans", where=where, hint="return a comparison, not a number"

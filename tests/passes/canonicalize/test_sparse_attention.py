@@ -207,39 +207,56 @@ class Alone(nn.Module):
 
     def __init__(self, how: str) -> None:
         super().__init__()
-        self.how, self.inner = how, nn.Linear(8, 8)
+        self.how, self.inner, self.bias = how, nn.Linear(8, 8), nn.Parameter(torch.zeros(16, 16))
 
     def forward(self, x):
         q = self.inner(x)
         if self.how == "written out":
             return ((q @ q.mT).softmax(-1) @ q).sum()
+        if self.how == "learned mask":
+            return F.scaled_dot_product_attention(q, q, q, attn_mask=self.bias).sum()
         keys = q[:, :, :5] if self.how == "other keys" else q
         return F.scaled_dot_product_attention(q, keys, keys, dropout_p=0.1 if self.how == "dropout" else 0.0).sum()
 
 
-def refused(model: nn.Module, attention: dict[str, Any], *call: Any) -> str:
+def refused(model: nn.Module, attention: dict[str, Any], *call: Any, backend: str = "eager") -> str:
     with pytest.raises(PlanError) as caught:
-        zgraph.compile(model, zgraph.Plan(backend="eager", attention=attention))(*call)
+        zgraph.compile(model, zgraph.Plan(backend=backend, attention=attention))(*call)
     return str(caught.value)
 
 
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("written out", "attention that is written out, has dropout"),
-        ("dropout", "attention that is written out, has dropout"),
+        ("written out", "as a softmax over all keys"),
+        ("dropout", "as a softmax over all keys"),
+        ("learned mask", "as a softmax over all keys"),
         ("other keys", "attention of 16 queries with 5 keys"),
     ],
 )
-def test_attention_that_can_not_be_sparse_is_refused_with_its_line(how, said):
-    text = refused(Alone(how), {"*": zgraph.Fixed()}, torch.randn(2, 2, 16, 8))
+def test_attention_that_can_not_be_sparse_is_refused_with_its_line(how, said, backend):
+    text = refused(Alone(how), {"*": zgraph.Fixed()}, torch.randn(2, 2, 16, 8), backend=backend)
     assert said in text and "test_sparse_attention.py:" in text
+
+
+def test_nothing_is_left_whole_in_silence_beside_what_is_sparse():
+    """One layer of two has dropout, and both match."""
+    model = net()
+    model.layers[1].attn.dropout = 0.1
+    for backend in ("eager", "inductor"):
+        assert "as a softmax over all keys" in refused(
+            copy.deepcopy(model), {"layers.*": zgraph.Fixed()}, words(), backend=backend
+        )
 
 
 def test_patterns_that_match_nothing_are_refused():
     assert "did you mean 'layers" in refused(net(), {"layer.*": zgraph.Fixed()}, words())
     text = refused(net(), {"layers.*.mlp": zgraph.Fixed()}, words())
-    assert "matches no attention" in text and "layers.0.attn" in text
+    assert "matches no attention" in text and "the modules with attention: layers, layers.0, layers.0.attn" in text
+    assert "nothing calls torch's scaled_dot_product_attention" in refused(
+        nn.Linear(8, 8), {"*": zgraph.Fixed()}, torch.randn(2, 8)
+    )
 
 
 def test_layouts_and_functions_that_do_not_fit_are_refused():
