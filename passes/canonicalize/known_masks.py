@@ -21,6 +21,7 @@ from zgraph.passes.analysis.slices import rows_of, sliced
 from zgraph.passes.contract import graph_pass
 from zgraph.passes.spmd.local_sizes import SIZES
 from zgraph.passes.tiling.chunks import elements
+from zgraph.program import cpu_attention
 from zgraph.program.aliases import is_random
 from zgraph.program.node import tensor
 from zgraph.program.program import Fact, Program
@@ -30,8 +31,8 @@ aten = torch.ops.aten
 
 # The positions of the queries and keys among an operator's arguments.
 _READ: dict[object, tuple[int, int]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu.default: (0, 1),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (1, 2),
+    cpu_attention.FORWARD: (0, 1),
+    cpu_attention.BACKWARD: (1, 2),
 }
 
 AT_ONCE = 2**24

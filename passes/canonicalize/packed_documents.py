@@ -20,6 +20,7 @@ from torch import fx
 
 from zgraph.passes.contract import graph_pass
 from zgraph.program.counting import COUNTS, start_and_step
+from zgraph.program.cpu_attention import BACKWARD, FORWARD, TENSORS
 from zgraph.program.node import Phase, info, tensor
 from zgraph.program.packed_attention import PACKED, PACKED_BACKWARD
 from zgraph.program.program import Fact, Program
@@ -27,10 +28,7 @@ from zgraph.torch_compat.symbols import expression
 
 aten = torch.ops.aten
 
-_FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
-_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-_TENSORS = {_FORWARD: 3, _BACKWARD: 6}  # the first arguments, which stay
-_TAKEN = {_FORWARD: PACKED, _BACKWARD: PACKED_BACKWARD}
+_TAKEN = {FORWARD: PACKED, BACKWARD: PACKED_BACKWARD}
 
 _KEYS, _QUERIES, _ROWS = -1, -2, -4  # dimensions of a mask
 
@@ -103,7 +101,7 @@ def packed_documents(program: Program, options: PackedOptions) -> dict[str, int]
             documents, order = (in_rows.of(x, node) for x in (same[0], before[0] if before else None))
             if before and order is None and options.numbered:
                 order = in_rows.places(documents, node)
-            operands = node.args[: _TENSORS[node.target]]
+            operands = node.args[: TENSORS[node.target]]
             args = (*operands, documents, order, bool(before), node.kwargs.get("scale"))
             attention = program.call(
                 _TAKEN[node.target], args, info(node), name=_TAKEN[node.target].__name__.split(".")[0]
@@ -118,13 +116,13 @@ def packed_documents(program: Program, options: PackedOptions) -> dict[str, int]
 
 def _drops(node: fx.Node) -> bool:
     """Return whether attention has dropout, or is causal besides its mask."""
-    first = _TENSORS[node.target]  # type: ignore[index]
+    first = TENSORS[node.target]  # type: ignore[index]
     return any(node.args[first : first + 2])
 
 
 def _fits(shown: _Shown, node: fx.Node, mask: fx.Node) -> bool:
     """Return whether the mask is for as many keys as queries, and has no rows or those of the batch."""
-    at = 0 if node.target is _FORWARD else 1
+    at = 0 if node.target is FORWARD else 1
     queries, keys = (_size(node.args[i], _QUERIES) for i in (at, at + 1))
     if tensor(mask).dim() not in (2, 4) or not queries == keys == _size(mask, _KEYS) == _size(mask, _QUERIES):
         return False

@@ -12,24 +12,20 @@ import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
 from zgraph.errors import PlanError
 from zgraph.names import did_you_mean, matches
 from zgraph.passes.contract import graph_pass
-from zgraph.plan.attention import Dense, Sparsity
+from zgraph.plan.attention import Dense, Sparsity, pattern_of
+from zgraph.program.cpu_attention import BACKWARD, FORWARD, TENSORS
 from zgraph.program.node import Phase, info, tensor
 from zgraph.program.program import Fact, InputRole, OutputRole, Program
 from zgraph.program.sparse_attention import SPARSE, SPARSE_BACKWARD, layout_text
 from zgraph.torch_compat.symbols import expression
 
-aten = torch.ops.aten
-_FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
-_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-_TENSORS = {_FORWARD: 3, _BACKWARD: 6}  # the first arguments, which stay
 _SOFTMAX = ("aten._softmax.default", "aten._safe_softmax.default")
-_SPARSE = {_FORWARD: SPARSE, _BACKWARD: SPARSE_BACKWARD}
+_SPARSE = {FORWARD: SPARSE, BACKWARD: SPARSE_BACKWARD}
 
 
 @dataclass(frozen=True)
@@ -54,12 +50,12 @@ def sparse_attention(program: Program, options: SparseOptions) -> dict[str, int]
     for node in list(program.nodes):
         if node.target not in _SPARSE:
             continue
-        forward = node if node.target is _FORWARD else _forward_of(node)
-        pattern = _pattern_of(program, forward, layouts)
+        forward = node if node.target is FORWARD else _forward_of(node)
+        pattern = pattern_of(layouts, program.modules_around(forward)) if forward is not None else None
         if pattern is None or isinstance(sparsities[pattern], Dense):
             continue
         _refuse(node, pattern)
-        tensors = _TENSORS[node.target]
+        tensors = TENSORS[node.target]
         is_causal = len(node.args) > tensors + 1 and bool(node.args[tensors + 1])
         options_ = (node.kwargs.get("attn_mask"), is_causal, node.kwargs.get("scale"), layouts[pattern])
         target = _SPARSE[node.target]
@@ -76,7 +72,7 @@ def sparse_attention(program: Program, options: SparseOptions) -> dict[str, int]
 def _check_patterns(program: Program, options: SparseOptions) -> None:
     """Raise `PlanError` for a pattern that matches no attention in a whole model's program, and for attention that it matches and that is
     computed as a softmax. (A stage of a model may lack what others have.)"""
-    attentions = [n for n in program.graph.nodes if n.target in (_FORWARD, SPARSE)]
+    attentions = [n for n in program.graph.nodes if n.target in (FORWARD, SPARSE)]
     paths = dict.fromkeys(path for n in attentions for path in program.modules_around(n) or [""])
     of_model = dict.fromkeys(path for n in program.nodes for path in program.modules_around(n) or [""])
     staged = any(p.role in (InputRole.RECEIVED, OutputRole.SENT) for p in (*program.inputs, *program.outputs))
@@ -116,19 +112,12 @@ def _written_out(program: Program, pattern: str) -> fx.Node | None:
     return None
 
 
-def _pattern_of(program: Program, node: fx.Node | None, layouts: dict[str, str]) -> str | None:
-    if node is None:
-        return None
-    around = program.modules_around(node) or [""]
-    return next((pattern for pattern in layouts if matches(around, [pattern])), None)
-
-
 def _forward_of(backward: fx.Node) -> fx.Node | None:
     """Return the attention that a backward operator belongs to, which made its `logsumexp`."""
     source = backward.args[5]
     if isinstance(source, fx.Node) and source.target is operator.getitem:
         source = source.args[0]
-    return source if isinstance(source, fx.Node) and source.target in (_FORWARD, SPARSE) else None
+    return source if isinstance(source, fx.Node) and source.target in (FORWARD, SPARSE) else None
 
 
 def _refuse(node: fx.Node, pattern: str) -> None:
@@ -139,8 +128,8 @@ def _refuse(node: fx.Node, pattern: str) -> None:
 
 
 def _obstacles(node: fx.Node) -> Iterator[tuple[str, str, str]]:
-    tensors = _TENSORS[node.target]  # type: ignore[index]
-    first = 0 if node.target is _FORWARD else 1
+    tensors = TENSORS[node.target]  # type: ignore[index]
+    first = 0 if node.target is FORWARD else 1
     queries, keys = (expression(tensor(node.args[at]).shape[2]) for at in (first, first + 1))  # type: ignore[arg-type]
     if len(node.args) > tensors and node.args[tensors]:
         yield "attention with dropout", "its random numbers are drawn for all keys", "set the dropout of attention to 0"

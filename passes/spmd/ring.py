@@ -23,17 +23,17 @@ from zgraph.passes.spmd.choose_placements import Strategy
 from zgraph.passes.spmd.placements import REPLICATE, Placement, Placements, Shard, bytes_of
 from zgraph.passes.spmd.reshard import Resharder
 from zgraph.passes.spmd.sharding_rules import argument, operands_of
-from zgraph.program import collectives
+from zgraph.program import collectives, cpu_attention
 from zgraph.program.node import NodeInfo, Role, tensor
 
 aten = torch.ops.aten
 
 _FORWARD = {
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    cpu_attention.FORWARD,
     aten._scaled_dot_product_flash_attention.default,
 }
 _BACKWARD = {
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    cpu_attention.BACKWARD,
     aten._scaled_dot_product_flash_attention_backward.default,
 }
 RINGS = _FORWARD | _BACKWARD

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from zgraph.program import collectives, ops
+from zgraph.program import collectives, cpu_attention, ops
 from zgraph.program.aliases import is_random
 from zgraph.program.node import tensors, value
 from zgraph.program.packed_attention import PACKED, PACKED_BACKWARD
@@ -569,8 +569,8 @@ def _layer_norm_backward(b: _Builder) -> Rule | None:
 
 # -- attention --------------------------------------------------------------------------------------------------------
 ATTENTION = {
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    cpu_attention.FORWARD,
+    cpu_attention.BACKWARD,
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_flash_attention_backward.default,
     aten._scaled_dot_product_efficient_attention.default,

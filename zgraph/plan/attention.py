@@ -10,6 +10,7 @@ Sources: Child et al. 2019, "Generating Long Sequences with Sparse Transformers"
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from typing import Annotated, Any, Literal, Self, Union
 from pydantic import AfterValidator, BeforeValidator, Field, StrictBool, StrictInt, model_validator
 
 from zgraph.errors import PlanError
-from zgraph.names import did_you_mean
+from zgraph.names import did_you_mean, matches
 from zgraph.record import Record, Table, short
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "MaskFunction",
     "Sparsity",
     "Variable",
+    "pattern_of",
     "sparsity_of",
 ]
 
@@ -423,9 +425,16 @@ class Attention(Table[AnySparsity]):
     _field = "attention"
 
 
+def pattern_of(attention: Mapping[str, object], paths: Sequence[str]) -> str | None:
+    """Return the first pattern that matches a module by the paths of it and of the modules around it, of which the whole model has none;
+    None if no pattern does."""
+    return next((pattern for pattern in attention if matches(paths or [""], [pattern])), None)
+
+
 AttentionTable = Annotated[dict[str, AnySparsity], AfterValidator(Attention)]
 
 
+@functools.lru_cache(maxsize=256)  # (operators ask at each call)
 def sparsity_of(text: str) -> Sparsity:
     """Return the sparsity that `model_dump_json` has written as `text`."""
     return _KINDS[json.loads(text)["kind"]].model_validate_json(text)

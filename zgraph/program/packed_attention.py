@@ -19,11 +19,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from zgraph.program.cpu_attention import BACKWARD, FORWARD, like_backward, like_forward
 from zgraph.program.ops import library
-
-aten = torch.ops.aten
-_FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
-_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 _DOCUMENTS = "Tensor documents, Tensor? order, bool is_causal, float? scale"
 library.define(f"packed_attention(Tensor query, Tensor key, Tensor value, {_DOCUMENTS}) -> (Tensor, Tensor)")
@@ -92,7 +89,7 @@ def _forward(
     out, sums = like_forward(query, key, value, documents, order, is_causal, scale)
     for rows, part, mask in _blocks(documents, order, is_causal, query):
         block_inputs = (x[rows, :, part] for x in (query, key, value))
-        block_outputs = _FORWARD(*block_inputs, 0.0, is_causal and mask is None, attn_mask=mask, scale=scale)
+        block_outputs = FORWARD(*block_inputs, 0.0, is_causal and mask is None, attn_mask=mask, scale=scale)
         out[rows, :, part], sums[rows, :, part] = block_outputs
     return out, sums
 
@@ -112,7 +109,7 @@ def _backward(
     grads = like_backward(grad_out, query, key, value)
     for rows, part, mask in _blocks(documents, order, is_causal, query):
         block_inputs = (x[rows, :, part] for x in (grad_out, query, key, value, out, logsumexp))
-        block_grads = _BACKWARD(*block_inputs, 0.0, is_causal and mask is None, attn_mask=mask, scale=scale)
+        block_grads = BACKWARD(*block_inputs, 0.0, is_causal and mask is None, attn_mask=mask, scale=scale)
         for grad, block_grad in zip(grads, block_grads, strict=True):
             grad[rows, :, part] = block_grad
     return grads
@@ -165,7 +162,7 @@ def _block(
     orders = (order, other_order) if is_causal else (None, None)
     for rows, queries, keys, shown in _seen(documents, others, *orders, query.shape[0]):
         block_inputs = query[rows, :, queries], key[rows, :, keys], value[rows, :, keys]
-        block_out, block_sums = _FORWARD(*block_inputs, 0.0, False, attn_mask=_added(shown, query), scale=scale)
+        block_out, block_sums = FORWARD(*block_inputs, 0.0, False, attn_mask=_added(shown, query), scale=scale)
         if shown is not None:
             sees = shown.any(1).unsqueeze(-1)
             block_out, block_sums = (
@@ -197,28 +194,10 @@ def _block_backward(
         block_inputs = (
             x[rows, :, at] for x, at in zip((grad_out, query, key, value, out, logsumexp), parts, strict=True)
         )
-        block_grads = _BACKWARD(*block_inputs, 0.0, False, attn_mask=_added(shown, query), scale=scale)
+        block_grads = BACKWARD(*block_inputs, 0.0, False, attn_mask=_added(shown, query), scale=scale)
         for grad, block_grad, at in zip(grads, block_grads, (queries, keys, keys), strict=True):
             grad[rows, :, at] = block_grad
     return grads[0], grads[1], grads[2]
-
-
-def like_forward(query: Tensor, key: Tensor, value: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    """Return uninitialized results of an attention on a CPU, in the layout of torch's own."""
-    rows, heads, length = query.shape[:3]
-    sum_dtype = torch.float32 if query.dtype in (torch.bfloat16, torch.float16) else query.dtype
-    sums = torch.empty((rows, length, heads), dtype=sum_dtype, device=query.device).transpose(1, 2)
-    return torch.empty_like(query), sums
-
-
-def like_backward(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return uninitialized gradients of query, key and value, in the layout of torch's own."""
-    first, second, third = (
-        torch.empty_permuted(x.size(), (0, 2, 1, 3), dtype=x.dtype, device=x.device) for x in (query, key, value)
-    )
-    return first, second, third
 
 
 library.impl("packed_attention", _forward, "CPU")

@@ -21,15 +21,11 @@ from torch import Tensor
 from zgraph.errors import PlanError, UnsupportedError
 from zgraph.plan.attention import BlockLayout, MaskFunction, Sparsity, sparsity_of
 from zgraph.plan.user_functions import load_named
+from zgraph.program.cpu_attention import BACKWARD, FORWARD, like_backward, like_forward
 from zgraph.program.ops import library
-from zgraph.program.packed_attention import like_backward, like_forward
 
-aten = torch.ops.aten
-_FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
-_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-_ROWS_AT_ONCE = (
-    1 << 22
-)  # elements of a mask function's result that are computed at once, to see which blocks it leaves empty
+# Elements of a mask function's result that are computed at once, to see which blocks it leaves empty.
+_ROWS_AT_ONCE = 1 << 22
 
 _OPTIONS = "Tensor? attn_mask, bool is_causal, float? scale, str layout"
 library.define(f"sparse_attention(Tensor query, Tensor key, Tensor value, {_OPTIONS}) -> (Tensor, Tensor)")
@@ -257,7 +253,7 @@ def _forward(
         parts = _Parts(piece, query, key)
         mask = parts.mask(sparsity, attn_mask, is_causal, query)
         given = (parts.of_queries(query), parts.of_keys(key), parts.of_keys(value))
-        part_out, part_sums = _FORWARD(*given, 0.0, False, attn_mask=mask, scale=scale)
+        part_out, part_sums = FORWARD(*given, 0.0, False, attn_mask=mask, scale=scale)
         out[:, piece.heads, piece.queries], sums[:, piece.heads, piece.queries] = part_out, part_sums
     return out, sums
 
@@ -294,7 +290,7 @@ def _backward(
         )
         wide = [x.to(dtype) for x in given]
         mask = None if mask is None else mask.to(dtype)
-        of_query, of_key, of_value = _BACKWARD(*wide, 0.0, False, attn_mask=mask, scale=scale)
+        of_query, of_key, of_value = BACKWARD(*wide, 0.0, False, attn_mask=mask, scale=scale)
         grad_query[:, piece.heads, piece.queries] = of_query.to(grad_query.dtype)
         parts.add_to_keys(summed[0], of_key)
         parts.add_to_keys(summed[1], of_value)

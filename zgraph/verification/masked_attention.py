@@ -17,8 +17,8 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
-from zgraph.names import around, matches
-from zgraph.plan.attention import MaskFunction, Sparsity
+from zgraph.names import around
+from zgraph.plan.attention import MaskFunction, Sparsity, pattern_of
 from zgraph.program.node import module_of
 from zgraph.program.sparse_attention import block_rows, shown_by
 
@@ -89,7 +89,8 @@ class MaskedAttention(TorchFunctionMode):
 
 
 def _of(paths: list[str], attention: Mapping[str, Sparsity]) -> Sparsity | None:
-    return next((sparsity for pattern, sparsity in attention.items() if matches(paths or [""], [pattern])), None)
+    pattern = pattern_of(attention, paths)
+    return None if pattern is None else attention[pattern]
 
 
 @contextlib.contextmanager

@@ -7,8 +7,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from zgraph.deepspeed.ops.arguments import by_name
 from zgraph.errors import PlanError, StepError
-from zgraph.names import did_you_mean
 
 _WITHOUT_EFFECT = ("set_grad_none",)  # an argument that does not change the result of an update
 _ONLY = {  # arguments that can only have DeepSpeed's own value: (why, what to do)
@@ -31,15 +31,8 @@ class BaseOptimizer(torch.optim.Optimizer):
     DEFAULTS: dict[str, Any] = {}  # noqa: RUF012 (each class has its own)
 
     def __init__(self, params: Any, *values: Any, **named: Any) -> None:
-        known = list(self.DEFAULTS)
-        if len(values) > len(known):
-            raise PlanError(f"{type(self).__name__} takes {len(known)} numbers", hint=", ".join(known))
-        given = dict(zip(known, values, strict=False)) | named
+        given = by_name(type(self).__name__, "params", self.DEFAULTS, values, named)
         for name, value in given.items():
-            if name not in known:
-                raise PlanError(
-                    f"{type(self).__name__} has no argument {name!r}", where=name, hint=did_you_mean(name, known)
-                )
             if name in _ONLY and value != self.DEFAULTS[name]:
                 why, hint = _ONLY[name]
                 raise PlanError(

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from zgraph.deepspeed.ops.arguments import by_name
 from zgraph.errors import ModelError, PlanError, SignatureError, UnsupportedError
-from zgraph.names import did_you_mean
 from zgraph.plan.attention import BigBird, BlockLayout, Dense, Fixed, LocalWindow, Longformer, Sparsity, Variable
 from zgraph.program.sparse_attention import SPARSE, block_rows, layout_text
 
@@ -42,16 +42,7 @@ class SparsityConfig:
     def __init__(self, num_heads: int, *args: Any, **kwargs: Any) -> None:
         if self.record is None:
             raise PlanError("SparsityConfig has no layout", hint="one of its subclasses: FixedSparsityConfig, say")
-        names = list(self.DEFAULTS)
-        if len(args) > len(names):
-            raise PlanError(
-                f"{type(self).__name__} takes {len(names)} arguments after num_heads", hint=", ".join(names)
-            )
-        given = dict(zip(names, args, strict=False)) | kwargs
-        for name in given:
-            if name not in names:
-                what = f"{type(self).__name__} has no argument {name!r}"
-                raise PlanError(what, where=name, hint=did_you_mean(name, names))
+        given = by_name(type(self).__name__, "num_heads", self.DEFAULTS, args, kwargs)
         values = {**self.DEFAULTS, **given}
         self.num_heads = num_heads
         vars(self).update(values)
