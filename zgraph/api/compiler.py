@@ -43,6 +43,7 @@ from zgraph.runtime.runtime import Runtime
 from zgraph.stages.partition_model import DeferredPipeline
 from zgraph.stages.runtime import PipelineRuntime
 from zgraph.stages.step import compile_first
+from zgraph.torch_compat.dtensors import forget_destroyed_meshes
 from zgraph.update.optimizer import PlanOptimizer
 from zgraph.update.parameter_groups import members_of, refuse_complex_clipping
 from zgraph.update.torch_lr_schedulers import torch_scheduler
@@ -234,6 +235,7 @@ def init_process_group(device: torch.device) -> None:
 
 
 def _mesh(plan: Plan, mesh: DeviceMesh | None, device: torch.device) -> tuple[DeviceMesh | None, dict[str, int]]:
+    forget_destroyed_meshes()
     if mesh is not None:
         names = mesh.mesh_dim_names
         if not names:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from zgraph.errors import RankMismatchError, ZgraphError
+from zgraph.errors import RankMismatchError, StepError, ZgraphError
 from zgraph.ranks import progress
 from zgraph.ranks.foreseen_actions import UPDATE, Act, Coming, ForeseenActions, around, shown_difference
 from zgraph.torch_compat import process_groups
@@ -129,6 +130,7 @@ class Agreement:
         self._relaxed = False
         if mesh is None or mesh.size() == 1:
             return
+        self._world = weakref.ref(dist.group.WORLD)  # the default process group, whose end is that of the mesh's groups
         self.ranks = [int(r) for r in mesh.mesh.flatten().tolist()]
         # A group of its own: votes are read on the host. Over NCCL each would stop the GPU, and in a group that
         # programs use they would wait behind the transfers in flight. (For a mesh over part of the world, only its own
@@ -174,6 +176,19 @@ class Agreement:
             process_groups.set_timeout(group, limit)
         self._relaxed = False
 
+    def refuse_destroyed_groups(self) -> None:
+        """Raise `StepError` if the process groups of the mesh were destroyed. Programs call groups by names, which torch gives again to
+        groups of other ranks."""
+        if self.group is None:
+            return
+        world = self._world()
+        if world is None or world is not dist.group.WORLD:
+            raise StepError(
+                "the process groups that the model was compiled over were destroyed",
+                why="its programs would communicate over whatever groups have their names now",
+                hint="call zgraph.compile on a model made anew after init_process_group, and load a checkpoint",
+            )
+
     def rank(self) -> int:
         """Return this rank's number among those that vote."""
         return self.ranks.index(dist.get_rank()) if self.ranks else 0
@@ -195,6 +210,7 @@ class Agreement:
 
     def passes(self, subject: str, text: str) -> bool:
         """Return whether all ranks foresee this act, so that it needs no vote."""
+        self.refuse_destroyed_groups()
         return self.foreseen is not None and self.foreseen.passes(Act(subject, text))
 
     def did(self, subject: str, text: str, *, ends: bool = False) -> None:
@@ -225,6 +241,7 @@ class Agreement:
         """
         if self.group is None:
             return Verdict(flag, worst)
+        self.refuse_destroyed_groups()
         foreseen = self.foreseen
         past, coming = foreseen.before_vote() if foreseen is not None else ((), None)
         columns = torch.full((10, teams), torch.iinfo(torch.int64).min)

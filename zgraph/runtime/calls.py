@@ -88,6 +88,7 @@ class Calls:
         signature.
         """
         rank = self.rank
+        rank.everyone.refuse_destroyed_groups()
         refuse_inputs(rank.forward_function, args, kwargs)
         own: Registered | None = rank.shards.refresh()
         rank.shards.fetch()

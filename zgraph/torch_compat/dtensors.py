@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, debug
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
+
+_world: weakref.ref[Any] | None = None  # the default process group at the last `forget_destroyed_meshes`
+
+
+def forget_destroyed_meshes() -> None:
+    """Clear torch's cache of the layouts that DTensor operators give, if there is another default process group than before.
+
+    The cache takes a mesh for another one of equal shape, also where the groups of that one were destroyed: results would then
+    communicate over them, or over what has their names now.
+    """
+    global _world
+    group = dist.group.WORLD
+    if _world is not None and _world() is group:
+        return
+    _world = None if group is None else weakref.ref(group)
+    debug._clear_sharding_prop_cache()
 
 
 def dtensor(local: torch.Tensor, like: DTensorSpec) -> DTensor:
