@@ -3,12 +3,15 @@
 import argparse
 import copy
 import dataclasses
+import gc
 import io
 import logging
+import weakref
 
 import pytest
 import torch
 import torch.distributed as dist
+from fake_world import fake_world
 from sweeps import sweep
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -41,6 +44,22 @@ def weights(model):
     """Whole parameters, plain tensors, by name."""
     found = {n: p.detach() for n, p in model.named_parameters()}
     return {n: (p.full_tensor() if isinstance(p, DTensor) else p).clone() for n, p in found.items()}
+
+
+@pytest.mark.parametrize("groups", [False, True])
+def test_parameters_from_before_do_not_stay_in_memory(groups: bool):
+    model = net()
+    before = [weakref.ref(param) for param in model.parameters()]
+    with fake_world(2):
+        given = [{"params": list(model[at].parameters()), "name": f"layer {at}"} for at in (0, 2)]
+        engine, *_ = deepspeed.initialize(
+            model=model, model_parameters=given if groups else model.parameters(), config=CONFIG
+        )
+        given.clear()
+        gc.collect()
+        assert all(ref() is None for ref in before)
+        assert not groups or [group["name"] for group in engine.optimizer.param_groups] == ["layer 0", "layer 2"]
+        engine.destroy()
 
 
 def same(one, other):

@@ -1,30 +1,16 @@
 """A process may destroy its process groups and make others: names of groups come again, for other ranks."""
 
 import contextlib
-from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
+from fake_world import fake_world
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zgraph
 from zgraph.errors import StepError
 
 PLAN = zgraph.Plan(mesh={"replicate": 2, "dp": 2}, zero=3, backend="eager", hardware="cpu")
-
-
-@contextlib.contextmanager
-def world(groups: int = 0) -> Iterator[None]:
-    """A world of four ranks over which nothing is sent, where so many groups were made before."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    try:
-        for _ in range(groups):
-            dist.new_group([0, 1])
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def compiled() -> nn.Module:
@@ -43,11 +29,11 @@ def step(model: nn.Module) -> None:
 
 
 def test_shards_of_a_new_world_have_its_groups():
-    with world(groups=10):
+    with fake_world(4, groups=10):
         model = compiled()
         step(model)
         before = [tensor.device_mesh.get_group("dp").group_name for tensor in derived(model)]
-    with world():
+    with fake_world(4):
         model = compiled()
         step(model)
         meshes = [tensor.device_mesh for tensor in derived(model)]
@@ -57,9 +43,12 @@ def test_shards_of_a_new_world_have_its_groups():
 
 @pytest.mark.parametrize("after", [True, False], ids=["another world", "none"])
 def test_a_model_whose_groups_were_destroyed_is_refused(after: bool):
-    with world():
+    with fake_world(4):
         model = compiled()
         step(model)
-    with world() if after else contextlib.nullcontext(), pytest.raises(StepError, match="process groups") as error:
+    with (
+        fake_world(4) if after else contextlib.nullcontext(),
+        pytest.raises(StepError, match="process groups") as error,
+    ):
         step(model)
     assert "init_process_group" in str(error.value)

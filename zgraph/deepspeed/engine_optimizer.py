@@ -72,8 +72,9 @@ class EngineOptimizer(torch.optim.Optimizer):
         self, handle: Handle, groups: Sequence[Sequence[str]] = (), labels: Sequence[Mapping[str, Any]] = ()
     ) -> None:
         self._handle = handle
-        # the script's groups, whose further keys, such as names, are added to the optimizer's groups
-        self._labels = labels
+        # the script's groups, whose further keys, such as names, are added to the optimizer's groups (without their parameters, of which
+        # the model has others now: their memory would stay)
+        self._labels = [{k: v for k, v in group.items() if k != "params"} for group in labels]
         self._order = [list(names) for names in groups]
         self.overflow = False
         self._groups: list[dict[str, Any]] = []
