@@ -715,3 +715,21 @@ def test_with_inputs_it_compiles_at_once():
     assert len(zgraph.compile(Net(), EAGER, inputs={"x": data(), "scale": 2.0}).zgraph.programs) == 1
     with pytest.raises(TypeError, match="tuple of args"):
         zgraph.compile(Net(), EAGER, inputs=[data()])
+
+
+@pytest.mark.parametrize(
+    ("given", "remedy"),
+    [("auto", "Plan.load"), ({"zero": 3}, "Plan\\(\\*\\*fields\\)"), ({}, "fields"), (3, "Plan\\(zero=3\\)")],
+    ids=str,
+)
+def test_what_is_no_plan_is_refused_by_every_door(given, remedy):
+    model, batch = nn.Linear(4, 2), (torch.ones(2, 4),)
+    for door in (
+        lambda: zgraph.compile(model, given),
+        lambda: zgraph.verify(model, given, 2, batch),
+        lambda: zgraph.calibrate(model, given, batch),
+        lambda: zgraph.compile(nn.Linear(4, 2)).zgraph.recompile(given),
+    ):
+        with pytest.raises(PlanError, match=f"a plan is a zgraph.Plan, not [^~]*{remedy}"):
+            door()
+    assert not hasattr(model, "zgraph")

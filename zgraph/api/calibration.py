@@ -31,7 +31,7 @@ from zgraph.codegen.instrumented import Run, Stopwatch, Timed
 from zgraph.errors import PlanError
 from zgraph.machine.link_benchmark import measure_link
 from zgraph.passes.analysis.costs import Costs, Hardware, Link, bytes_of, dtype_of, flops_of, hardware_like, signature
-from zgraph.plan.plan import Plan
+from zgraph.plan.plan import Plan, plan_of
 from zgraph.program import collectives
 from zgraph.program.program import Program
 from zgraph.ranks.agreement import Agreement
@@ -74,7 +74,7 @@ def calibrate(
     the same record, and rank 0 writes it to `path` as JSON. Raises what `compile` and `train_step` do, and `PlanError` if
     the file can't be written, and for a plan with a pipeline (a step without stages has the same operators).
     """
-    plan = (plan or Plan()).model_copy(update={"hardware": None, "elastic": None, "micro_batches": 1})
+    plan = plan_of(plan).model_copy(update={"hardware": None, "elastic": None, "micro_batches": 1})
     plan.refuse_pipeline(
         dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1")), "calibration"
     )

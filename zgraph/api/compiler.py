@@ -33,7 +33,7 @@ from zgraph.parameters.replaced_parameters import refuse_unmovable
 from zgraph.parameters.shard_module import shard
 from zgraph.parameters.tensor_bits import fingerprint
 from zgraph.plan.lr_schedules import TorchSchedule
-from zgraph.plan.plan import MESH_DIMENSIONS, Plan
+from zgraph.plan.plan import MESH_DIMENSIONS, Plan, plan_of
 from zgraph.plan.shapes import Size, buckets_of
 from zgraph.program.program import STAGE_DIM, TENSOR_DIM, ParamSpec
 from zgraph.ranks.agreement import Agreement
@@ -90,7 +90,7 @@ def compile(
     _refuse_compiled(model)
     refuse_other_engines()
     free_dropped_models()
-    plan = plan or Plan()
+    plan = plan_of(plan)
     if dynamic is not None:
         plan = plan.model_copy(update={"dynamic": dynamic})
     forward = unbound(model, model.forward)

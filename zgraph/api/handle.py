@@ -43,7 +43,7 @@ from zgraph.parameters.layout import planned_layout
 from zgraph.parameters.mixed_precision import release
 from zgraph.passes import History
 from zgraph.passes.analysis.simulator import StepForecast, simulate_step
-from zgraph.plan.plan import Plan
+from zgraph.plan.plan import Plan, plan_of
 from zgraph.program.program import STAGE_DIM, TENSOR_DIM
 from zgraph.program.remark import Remark
 from zgraph.runtime.compiled_models import Compiled, remember
@@ -530,6 +530,7 @@ class Handle(Compiled):
         """
         old = self.runtime
         world = max(1, len(old.everyone.ranks))
+        plan = plan_of(plan)
         plan, sizes = plan.for_world(world), plan.resolve_mesh(world)
         mesh = mesh_of(old.sizes, old.held)
         if sizes != mesh:

@@ -15,7 +15,7 @@ from torch import nn
 
 from zgraph.api.compiled_training import compare_training
 from zgraph.build.planned_step import Inputs
-from zgraph.plan.plan import Plan
+from zgraph.plan.plan import Plan, plan_of
 from zgraph.plan.wire import Wire
 from zgraph.program.tolerance import Difference
 from zgraph.verification.compressed_values import CompressedValues
@@ -121,7 +121,7 @@ def verify(
     is not `world`, `RankMismatchError` for ranks with different batches, `UnsupportedError` for updates that run late and
     for `wire`; and what capture and passes raise (see `zgraph.compile`).
     """
-    plan = plan or Plan()
+    plan = plan_of(plan)
     if compiled:
         run, differences = compare_training(model, plan, world, inputs, loss_fn)
         return Verification(world, run, tuple(differences), compiled=True)

@@ -715,6 +715,20 @@ class Plan(Record, frozen=True):
         return sizes
 
 
+def plan_of(given: Any) -> Plan:
+    """Return the plan that a caller gave; `Plan()` for None. Raises `PlanError` for what is no plan."""
+    if given is None:
+        return Plan()
+    if isinstance(given, Plan):
+        return given
+    hint = "zgraph.Plan(zero=3), say"
+    if isinstance(given, Mapping):
+        hint = "zgraph.Plan(**fields); zgraph.deepspeed.plan(config, world=…) for a configuration of DeepSpeed"
+    elif isinstance(given, str | PathLike):
+        hint = f'zgraph.Plan.load("plan.toml") reads a file; {hint}'
+    raise PlanError(f"a plan is a zgraph.Plan, not {_shown(given)} ({type(given).__name__})", hint=hint)
+
+
 def located(error: PlanError, file: Path, text: str) -> PlanError:
     """Return the same error, with file and line in `where`."""
     if error.problems:
