@@ -108,6 +108,15 @@ NAMES = {
             "trl.trainer.utils:add_fused_lm_head has _use_triton",
         ),
     ),
+    "vLLM": Names(
+        "trl",
+        "1.16",
+        "vLLM is sent weights that are gathered from the shards, and how TRL sends them is no public interface",
+        (
+            "trl.generation.vllm_generation:VLLMGeneration.sync_weights has _iter_named_params",
+            "trl.generation.vllm_generation:VLLMGeneration.__init__ has model",
+        ),
+    ),
     "Lightning": Names(
         "lightning",
         "2.6",
