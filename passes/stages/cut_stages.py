@@ -42,6 +42,7 @@ class StageMessage:
     target: int  # the stage that receives it
     back: bool  # whether it is sent in the backward
     like: torch.Tensor  # its fake value as it arrives: shape, strides and dtype
+    learned: bool  # whether parameters made it, or it is a gradient: an activation, not a mask or a table of positions
 
     @property
     def nbytes(self) -> int:
@@ -73,6 +74,10 @@ def cut_stages(joint: Program, forward: Mapping[fx.Node, int], count: int) -> St
 
 def _transfers(homes: StageAssignment) -> list[StageMessage]:
     messages = []
+    learned = {n for n, port in homes.ports.items() if port.role is InputRole.PARAMETER}
+    for node in homes.nodes:
+        if not learned.isdisjoint(node.all_input_nodes):
+            learned.add(node)
     for node in (*homes.ports, *homes.nodes):
         if homes.everywhere(node):
             continue
@@ -80,7 +85,9 @@ def _transfers(homes: StageAssignment) -> list[StageMessage]:
         for target in sorted(homes.readers[node] - {source}):
             if target > source and info(node).phase is Phase.BACKWARD:
                 raise AssertionError(f"{node.name}: a gradient would flow from stage {source} to stage {target}")
-            messages.append(StageMessage(node.name, source, target, target < source, _as_sent(node, homes.joint)))
+            back = target < source
+            like = _as_sent(node, homes.joint)
+            messages.append(StageMessage(node.name, source, target, back, like, back or node in learned))
     return messages
 
 

@@ -10,6 +10,7 @@ from torch import fx
 
 from zgraph.passes.verifier.faults import Faults, fault
 from zgraph.program import ops
+from zgraph.program.block_quantization import FROM_BLOCKS, SENDERS
 from zgraph.program.node import Phase, info, value
 from zgraph.program.program import Fact, InputRole, Level, OutputRole, ParamSpec, Port, Program
 from zgraph.program.sizes import static
@@ -114,6 +115,11 @@ def _check_input(program: Program, port: Port, node: fx.Node) -> Faults:
         yield from _serves(program, node, port, "inputs")
     if rule.phase is not None and info(node).phase not in (rule.phase, Phase.UPDATE):
         yield fault(program, node, f"{port.role} {node.name!r} is not of the {rule.phase}", "its record was changed")
+    if port.few_bits and Fact.COMPRESSED in program.facts:
+        readers = [user for user in node.users if user.target is not FROM_BLOCKS]
+        if readers:
+            what = f"{port.role} {node.name!r} arrives in few bits, and {readers[0].name!r} reads it"
+            yield fault(program, node, what, "its value is what from_blocks makes of it")
 
 
 def _check_output(program: Program, port: Port, node: fx.Node) -> Faults:
@@ -122,6 +128,9 @@ def _check_output(program: Program, port: Port, node: fx.Node) -> Faults:
     if port.role is OutputRole.CHECK and node.target is not ops.CHECK:
         what = f"check {port.name!r} is made by {node.name!r}, which checks nothing"
         yield fault(program, node, what, "outputs were exchanged")
+    if port.few_bits and Fact.COMPRESSED in program.facts and node.target not in SENDERS:
+        what = f"{port.role} {port.name!r} is to leave in few bits, and is {node.name!r}"
+        yield fault(program, node, what, "to_blocks makes them")
     if rule.serves:
         yield from _serves(program, node, port, "outputs")
     if rule.type is not None:

@@ -21,6 +21,7 @@ from zgraph.passes.canonicalize.narrow import narrow
 from zgraph.passes.canonicalize.packed_documents import PackedOptions, packed_documents
 from zgraph.passes.canonicalize.sparse_attention import SparseOptions, sparse_attention
 from zgraph.passes.compression.compress_gathers import compress_gathers
+from zgraph.passes.compression.compress_messages import compress_messages
 from zgraph.passes.compression.compress_reductions import compress_reductions
 from zgraph.passes.compression.quantize_transfers import CompressOptions, Correction
 from zgraph.passes.offload.offload import OffloadOptions, offload
@@ -326,6 +327,11 @@ def _reduction_options(context: PassContext) -> CompressOptions:
     return CompressOptions(wire.reduce, wire.block, wire.exact, context.costs, over, correction)
 
 
+def message_options(plan: Plan) -> CompressOptions:
+    """Return how pipeline stages send each other activations."""
+    return CompressOptions(plan.wire.activations, plan.wire.block)
+
+
 def _overlap_options(context: PassContext) -> OverlapOptions:
     plan, choice, early = context.plan, context.choice, context.plan.prefetch
     beside: Literal["update", "receives"] | None = "receives" if context.staged else None
@@ -398,6 +404,11 @@ STEP_PASSES: tuple[PassRow[PassContext], ...] = (
     ),
     PassRow(compress_gathers, _compresses("gather"), _gather_options),
     PassRow(compress_reductions, _in_training(_compresses("reduce")), _reduction_options),
+    PassRow(
+        compress_messages,
+        lambda c: _compresses("activations")(c).unless(not c.staged, "there is no pipeline"),
+        lambda c: message_options(c.plan),
+    ),
     PassRow(
         partition_activations,
         _in_training(_of("partition_activations", lambda plan: plan.partition_activations)),

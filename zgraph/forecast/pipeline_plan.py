@@ -119,7 +119,7 @@ def planned_stages(
     joint = captured_program(model, plan, inputs, world) if captured is None else captured
     layout = trained_layout(joint)
     parted = partition(joint, plan, ranks, costs, model)
-    stages = cut(joint, parted)
+    stages = cut(joint, parted, plan)
     holders = parted.holders(stages)
     owned = tuple(held_at(position, holders, ranks) for position in range(ranks))
     residents = tuple(resident_of(model, layout, plan, sizes, device, costs, held=h) for h in owned)

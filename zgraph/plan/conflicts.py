@@ -315,6 +315,13 @@ CONFLICTS = (
         why="every rank has all weights, and none is gathered",
         hint="zero=1 or more divides them; or leave gather out",
     ),
+    Conflict(
+        "wire.activations",
+        lambda plan: plan.wire.activations != "same" and _ranks(plan, "pp") == 1,
+        "wire.activations is set without a pipeline",
+        why="pipeline stages alone send activations in few bits",
+        hint='mesh={"pp": 2, "dp": -1} has two stages; or leave it out',
+    ),
     *_of_gradients("error_feedback", True),
     *_of_gradients("rounding", "stochastic"),
     Conflict(

@@ -1,4 +1,4 @@
-"""What a plan says of the number of bits in which weights and gradients are sent."""
+"""What a plan says of the number of bits in which weights, gradients and activations are sent."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ Rounding = Literal["nearest", "stochastic"]
 
 
 class Wire(Record, frozen=True):
-    """In how many bits weights are gathered and gradients scattered. Formats with 8 and 4 bits have a scale for each
-    block of elements."""
+    """In how many bits weights are gathered, gradients scattered and activations sent. Formats with 8 and 4 bits have a
+    scale for each block of elements."""
 
     gather: Format = Field(default="same", description="of weights, where a rank's shard is sent to the others")
     reduce: Format = Field(default="same", description="of gradients, where they are sent to the rank that keeps them")
+    activations: Format = Field(
+        default="same",
+        description="of what pipeline stages send each other: activations, and in the backward their gradients",
+    )
     block: StrictInt = Field(default=256, ge=8, le=1 << 20, description="elements for each scale (of 4 bytes)")
     rounding: Rounding = Field(
         default="nearest",
@@ -49,4 +53,4 @@ class Wire(Record, frozen=True):
     @property
     def compresses(self) -> bool:
         """Whether anything is sent in fewer bits."""
-        return (self.gather, self.reduce) != ("same", "same")
+        return (self.gather, self.reduce, self.activations) != ("same", "same", "same")

@@ -45,11 +45,11 @@ _SCALE = 4  # bytes
 
 
 def bytes_of(elements: int, format: str, block: int) -> int:
-    """Return the number of bytes of one quantized part with this number of elements."""
+    """Return the number of bytes of one quantized part with this number of elements (a symbolic size gives another)."""
     if format in WIDE:
         return 2 * elements
     payload = (elements + 1) // 2 if format == "int4" else elements
-    return _SCALE * math.ceil(elements / block) + payload
+    return _SCALE * -(-elements // block) + payload
 
 
 def to_blocks(x: Tensor, format: str, block: int, parts: int, key: Tensor | None = None) -> Tensor:
@@ -202,7 +202,7 @@ library.define(f"to_blocks_drawn(Tensor x, Tensor draws, Tensor[] places, {_WHAT
 library.define(
     f"to_blocks_fed(Tensor x, Tensor(a!) residual, Tensor? draws, Tensor[] places, Tensor? scale, {_WHAT}) -> Tensor"
 )
-library.define(f"from_blocks(Tensor sent, {_WHAT}, int[] shape, ScalarType dtype) -> Tensor")
+library.define(f"from_blocks(Tensor sent, {_WHAT}, SymInt[] shape, ScalarType dtype) -> Tensor")
 library.define(f"mean_of_blocks(Tensor sent, {_WHAT}, int[] shape, ScalarType dtype) -> Tensor")
 library.impl("to_blocks", to_blocks, "CompositeExplicitAutograd")
 library.impl("to_blocks_drawn", _to_blocks_drawn, "CompositeExplicitAutograd")

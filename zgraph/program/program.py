@@ -69,6 +69,9 @@ class Fact(StrEnum):
     IN_GROUPS = (
         "in_groups"  # gradients are averaged within groups of ranks alone: those of "replicate" train by themselves
     )
+    COMPRESSED = (
+        "compressed"  # values that cross between pipeline stages in few bits are bytes at its inputs and outputs
+    )
     PARTIAL = "partial"  # gradients are this rank's own, not reduced
     BUCKETED = "bucketed"  # transfers that are sent as one have a bucket
     SCHEDULED = "scheduled"  # order has meaning
@@ -120,6 +123,7 @@ class Port:
     name: str  # path of the parameter or buffer, "input_3" for a user's input, node name of a saved value
     index: int | None = None  # position among the captured function's flat inputs (outputs), where it has one
     of: InputRole | None = None  # of a mutation: the role of the input that it changes
+    few_bits: bool = False  # of a value between pipeline stages: whether it crosses as bytes of `block_quantization`
 
 
 def of_backward(port: Port, node: fx.Node) -> bool:

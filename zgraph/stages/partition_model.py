@@ -72,7 +72,7 @@ class DeferredPipeline(WholeModel):
                 capture = self.to_cut_by(args, in_order(self, kwargs), trains)
             capture.joint.params = specs = divided_layout(capture.joint, self.plan, costs, self.module)
             parted = partition(capture.joint, self.plan, self.sizes[STAGE_DIM], costs, self.module)
-            stages = cut(capture.joint, parted)
+            stages = cut(capture.joint, parted, self.plan)
             if self.everyone.first():
                 logger.info(
                     "stages of the model:\n%s", balance(capture.joint, assign(capture.joint, parted.cuts), costs)

@@ -199,6 +199,6 @@ def likeness(step: StepProgram) -> str:
         for n in program.nodes
     ]
     specs = [replace(program.params[name], name="") for name in program.params]
-    ports = [f"{p.role} {p.of}" for p in (*program.inputs, *program.outputs)]
+    ports = [f"{p.role} {p.of} {p.few_bits}" for p in (*program.inputs, *program.outputs)]
     names = [p.name for p in program.inputs] + list(modules) if by_name else []
     return "\n".join([canonical(program), *nodes, str(specs), *ports, *names])

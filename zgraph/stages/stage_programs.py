@@ -16,10 +16,12 @@ import torch
 from torch import fx, nn
 
 from zgraph.build.build_context import BuildContext
+from zgraph.build.pass_pipeline import message_options
 from zgraph.build.step_program import Serves, StepProgram
 from zgraph.capture.capture import Trace, flat_values
 from zgraph.errors import CaptureError, StepError
 from zgraph.passes.analysis.costs import Costs
+from zgraph.passes.compression.compress_messages import compressed_messages
 from zgraph.passes.spmd.divide_context import refuse_without_attention
 from zgraph.passes.stages.cut_points import Cuts, assign, find_cuts
 from zgraph.passes.stages.cut_stages import Stages, cut_stages
@@ -102,11 +104,16 @@ def partition(joint: Program, plan: Plan, ranks: int, costs: Costs, module: nn.M
     return Partition(find_cuts(joint, schedule.stages, plan.partition, costs, types=types), schedule)
 
 
-def cut(joint: Program, partition: Partition) -> Stages:
-    """Return the stages' programs. Raises `PlanError` if the schedule would wait forever for what they send."""
-    stages = cut_stages(joint, assign(joint, partition.cuts), partition.schedule.stages)
-    check(partition.schedule, needs_of(stages))
-    return stages
+def cut(joint: Program, partition: Partition, plan: Plan) -> Stages:
+    """Return the stages' programs, and what they send each other as the plan says. Raises `PlanError` if the schedule
+    would wait forever for it.
+    """
+    schedule = partition.schedule
+    stages = cut_stages(joint, assign(joint, partition.cuts), schedule.stages)
+    check(schedule, needs_of(stages))
+    if plan.wire.activations == "same":
+        return stages
+    return compressed_messages(stages, schedule.rank_of, message_options(plan))
 
 
 def reduces_once(plan: Plan, sizes: Mapping[str, int]) -> bool:
@@ -156,7 +163,7 @@ class Staged(Serves):
         self.kept = capture.kept
         self.context = context
         partition = here.partition
-        self.stages = cut(capture.joint, partition)
+        self.stages = cut(capture.joint, partition, context.plan)
         returned: Any = self.trace.flat.graph_module.graph.output_node().args[0]
         self.constants = [None if isinstance(n, fx.Node) else n for n in returned]
         loss = returned[self.trace.loss] if self.trace.loss is not None else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, fx
 from zgraph.program import collectives
 from zgraph.program.block_quantization import FROM_BLOCKS, MEAN_OF_BLOCKS, SENDERS, is_drawn, most_wrong
 from zgraph.program.node import info
-from zgraph.program.program import Program
+from zgraph.program.program import InputRole, OutputRole, Program
 from zgraph.program.tolerance import Difference
 from zgraph.verification.virtual_ranks import group_ranks
 
@@ -28,17 +29,42 @@ class CompressedValues:
             str | None, tuple[fx.Node, list[Tensor]]
         ] = {}  # by transfer: the operator that quantizes, and its operand on each rank
         self._groups: dict[str | None, str] = {}
+        # by name of a value between pipeline stages: (the operator that quantizes, its operand and its result on each rank)
+        self._messages: dict[tuple[str, bool], list[tuple[fx.Node, list[Tensor], Sequence[Any]]]] = {}
 
     def __call__(
         self, program: Program, node: fx.Node, environments: Sequence[dict[fx.Node, Any]], results: Sequence[Any]
     ) -> None:
-        if node.target in SENDERS:
+        message = _message_of(program, node)
+        if message is not None and node.target in SENDERS:
+            operands = [env[node.all_input_nodes[0]] for env in environments]
+            self._messages.setdefault(message, []).append((node, operands, results))
+        elif message is not None:
+            for rank, result in enumerate(results):
+                self._compare_message(message, rank, environments[rank][node.all_input_nodes[0]], result)
+        elif node.target in SENDERS:
             self._sent[info(node).transfer] = node, [env[node.all_input_nodes[0]] for env in environments]
         elif collectives.is_start(node):
             self._groups[info(node).transfer] = collectives.group_of(node)
         elif node.target in (FROM_BLOCKS, MEAN_OF_BLOCKS):
             for rank, result in enumerate(results):
                 self._compare(program, node, rank, result)
+
+    def _compare_message(self, message: tuple[str, bool], rank: int, came: Tensor, value: Tensor) -> None:
+        """Compare what a stage gets for a micro-batch with what another has sent: the one with the same bytes."""
+        name, back = message
+        what = "sent gradient" if back else "sent value"
+        for sender, operands, results in self._messages.get(message, ()):
+            if torch.equal(results[rank], came):
+                format, block, parts = sender.args[-3:]
+                exact = operands[rank]
+                bound = most_wrong(exact, format, block, parts).to(torch.float64)  # type: ignore[arg-type]
+                wrong = (value.double() - exact.double()).abs()
+                bound = bound + exact.double().abs() * torch.finfo(value.dtype).eps
+                share = float((wrong / bound).max()) if wrong.numel() else 0.0
+                self.differences.append(Difference(what, name, rank, share, 1.0, exact=not bool(wrong.any())))
+                return
+        self.differences.append(Difference(what, f"{name} (not the bytes that were sent)", rank, math.inf, 1.0, False))
 
     def _compare(self, program: Program, node: fx.Node, rank: int, value: Tensor) -> None:
         transfer, name = info(node).transfer, str(info(node).param)
@@ -58,3 +84,17 @@ class CompressedValues:
         share = float((wrong / bound).max()) if wrong.numel() else 0.0
         what = "sent gradient" if node.target is MEAN_OF_BLOCKS else "sent value"
         self.differences.append(Difference(what, name, rank, share, 1.0, exact=not bool(wrong.any())))
+
+
+def _message_of(program: Program, node: fx.Node) -> tuple[str, bool] | None:
+    """Return (the name, whether it goes to an earlier stage) of the value between pipeline stages that a node quantizes
+    for sending, or dequantizes; None for any other node.
+    """
+    if node.target is FROM_BLOCKS:
+        at = node.all_input_nodes[0]
+        ports = (port for port, came in program.input_items() if came is at and port.few_bits)
+    elif node.target in SENDERS:
+        ports = (port for port, sent in program.output_items() if sent is node and port.few_bits)
+    else:
+        return None
+    return next(((port.name, port.role in (InputRole.RETURNED, OutputRole.RETURNED)) for port in ports), None)
