@@ -1,21 +1,23 @@
 """Attention by a plan's sparsity: blocks of queries see blocks of keys, and what a layout leaves out is not computed.
 
 *Contract.* The pass looks at the CPU's attention operators whose module, or a module around it, a pattern of the plan matches (the first that
-does counts). Forward and backward become one operator each (`zgraph.program.sparse_attention`), with the layout as an argument; the mask that
-the model has itself holds besides. It changes what the model computes, as it is asked to; every other pass keeps that. Attention that it
-can't take is an error: with dropout, on other sequences than its own, written out as products and a softmax.
+does counts), and at attention that is written out there as products and a softmax (`written_attention`). Forward and backward become one
+operator each (`zgraph.program.sparse_attention`), with the layout as an argument; the mask that the model has itself holds besides. It changes
+what the model computes, as it is asked to; every other pass keeps that. Attention that it can't take is an error: with dropout, on other
+sequences than its own, written out in another form.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import fx
 
 from zgraph.errors import PlanError
 from zgraph.names import did_you_mean, matches
+from zgraph.passes.canonicalize import written_attention
 from zgraph.passes.contract import graph_pass
 from zgraph.plan.attention import Dense, Sparsity, pattern_of
 from zgraph.program.cpu_attention import BACKWARD, FORWARD, TENSORS
@@ -43,49 +45,65 @@ class SparseOptions:
     bitwise=False,
 )
 def sparse_attention(program: Program, options: SparseOptions) -> dict[str, int]:
-    _check_patterns(program, options)
     sparsities = dict(options.attention)
     layouts = {pattern: layout_text(sparsity) for pattern, sparsity in options.attention}
-    count = 0
+    count = _take_written(program, sparsities, layouts)
+    _check_patterns(program, options)
     for node in list(program.nodes):
         if node.target not in _SPARSE:
             continue
-        forward = node if node.target is FORWARD else _forward_of(node)
+        forward = node if node.target is FORWARD else forward_of(node)
         pattern = pattern_of(layouts, program.modules_around(forward)) if forward is not None else None
         if pattern is None or isinstance(sparsities[pattern], Dense):
             continue
         _refuse(node, pattern)
-        tensors = TENSORS[node.target]
-        is_causal = len(node.args) > tensors + 1 and bool(node.args[tensors + 1])
-        options_ = (node.kwargs.get("attn_mask"), is_causal, node.kwargs.get("scale"), layouts[pattern])
-        target = _SPARSE[node.target]
-        with program.graph.inserting_before(node):
-            attention = program.call(
-                target, (*node.args[:tensors], *options_), info(node), name=target.__name__.split(".")[0]
-            )
-        node.replace_all_uses_with(attention)
-        program.graph.erase_node(node)
+        attention = replace_by_sparse(program, node, node.kwargs.get("attn_mask"), layouts[pattern])
         count += info(attention).phase is Phase.FORWARD
     return {"attentions": count}
 
 
+def _take_written(program: Program, sparsities: Mapping[str, Sparsity], layouts: Mapping[str, str]) -> int:
+    """Put the operator in the place of attention that is written out; return how often. Raises `PlanError` for a form that it does not have."""
+    count = 0
+    for weights, scores in list(written_attention.softmaxes(program)):
+        pattern = pattern_of(layouts, program.modules_around(weights))
+        if pattern is None or isinstance(sparsities[pattern], Dense):
+            continue
+        try:
+            if tensor(weights).device.type != "cpu":
+                raise written_attention.NotTakenError(f"it is on {tensor(weights).device.type}")
+            if tensor(weights).dim() == 3 and sparsities[pattern].heads_differ:
+                raise written_attention.NotTakenError("its heads are rows as well, and the layout has heads of its own")
+            written_attention.write(program, written_attention.read(weights, scores), layouts[pattern])
+        except written_attention.NotTakenError as error:
+            raise _can_not_be_sparse(weights, pattern, error.why, error.hint) from None
+        count += 1
+    return count
+
+
+def _can_not_be_sparse(node: fx.Node, pattern: str, why: str, hint: str) -> PlanError:
+    return PlanError(
+        "attention that is computed as a softmax over all keys can't be sparse",
+        where=f"attention.{pattern} ({info(node).source})",
+        why=why,
+        hint=hint,
+    )
+
+
 def _check_patterns(program: Program, options: SparseOptions) -> None:
     """Raise `PlanError` for a pattern that matches no attention in a whole model's program, and for attention that it matches and that is
-    computed as a softmax. (A stage of a model may lack what others have.)"""
-    attentions = [n for n in program.graph.nodes if n.target in (FORWARD, SPARSE)]
+    still computed as a softmax. (A stage of a model may lack what others have.)"""
+    whole = [weights for weights, _ in written_attention.softmaxes(program)]
+    attentions = [n for n in program.graph.nodes if n.target in (FORWARD, SPARSE) or n in whole]
     paths = dict.fromkeys(path for n in attentions for path in program.modules_around(n) or [""])
     of_model = dict.fromkeys(path for n in program.nodes for path in program.modules_around(n) or [""])
     staged = any(p.role in (InputRole.RECEIVED, OutputRole.SENT) for p in (*program.inputs, *program.outputs))
-    for pattern, _ in options.attention:
-        if matches(of_model, [pattern]) and (written := _written_out(program, pattern)) is not None:
-            raise PlanError(
-                "attention that is computed as a softmax over all keys can't be sparse",
-                where=f"attention.{pattern} ({info(written).source})",
-                why="the model has it written out, or torch computes its own so: with dropout, with a mask that has a gradient, "
-                "or for tensors that are not [rows, heads, length, width]",
-                hint="call torch.nn.functional.scaled_dot_product_attention (transformers: attn_implementation='sdpa') without these; "
-                "or leave this module out of the pattern",
-            )
+    for pattern, sparsity in options.attention:
+        written = None if isinstance(sparsity, Dense) else _written_out(program, options, pattern)
+        if written is not None:
+            why = "it is written in a form that is not known"
+            hint = "call torch.nn.functional.scaled_dot_product_attention (transformers: attn_implementation='sdpa')"
+            raise _can_not_be_sparse(written, pattern, why, f"{hint}; or leave this module out of the pattern")
         if not staged and not matches(paths, [pattern]):
             raise _unmatched(pattern, [path for path in paths if path], [path for path in of_model if path])
 
@@ -100,21 +118,34 @@ def _unmatched(pattern: str, attentions: list[str], modules: list[str]) -> PlanE
     return PlanError(what, where=where, why=why, hint="call it there; there is no kernel for other devices yet")
 
 
-def _written_out(program: Program, pattern: str) -> fx.Node | None:
-    """Return a softmax of scores, queries by as many keys, in the modules that a pattern matches. (For Inductor a softmax is captured as
+def _written_out(program: Program, options: SparseOptions, pattern: str) -> fx.Node | None:
+    """Return a softmax of scores, queries by as many keys, in the modules for which a pattern counts. (For Inductor a softmax is captured as
     several operators, which say what they were.)"""
+    patterns = dict(options.attention)
     for node in program.nodes:
         if str(node.meta.get("original_aten", node.target)) not in _SOFTMAX or info(node).phase is not Phase.FORWARD:
             continue
         shape = [expression(size) for size in tensor(node).shape]
-        if len(shape) > 2 and shape[-1] == shape[-2] and matches(program.modules_around(node) or [""], [pattern]):
+        if len(shape) > 2 and shape[-1] == shape[-2] and pattern_of(patterns, program.modules_around(node)) == pattern:
             return node
     return None
 
 
-def _forward_of(backward: fx.Node) -> fx.Node | None:
-    """Return the attention that a backward operator belongs to, which made its `logsumexp`."""
-    source = backward.args[5]
+def replace_by_sparse(program: Program, node: fx.Node, mask: object, layout: str) -> fx.Node:
+    """Put the operator with a layout in the place of torch's, forward or backward, with this mask; return it."""
+    tensors, target = TENSORS[node.target], _SPARSE[node.target]  # type: ignore[index]
+    is_causal = len(node.args) > tensors + 1 and bool(node.args[tensors + 1])
+    args = (*node.args[:tensors], mask, is_causal, node.kwargs.get("scale"), layout)
+    with program.graph.inserting_before(node):
+        attention = program.call(target, args, info(node), name=target.__name__.split(".")[0])
+    node.replace_all_uses_with(attention)
+    program.graph.erase_node(node)
+    return attention
+
+
+def forward_of(backward: fx.Node) -> fx.Node | None:
+    """Return the attention that a backward operator belongs to, which made its `logsumexp`; None for another node."""
+    source = backward.args[5] if backward.target is BACKWARD else None
     if isinstance(source, fx.Node) and source.target is operator.getitem:
         source = source.args[0]
     return source if isinstance(source, fx.Node) and source.target in (FORWARD, SPARSE) else None

@@ -27,7 +27,7 @@ from zgraph.program.aliases import is_random
 from zgraph.program.node import tensors, value
 from zgraph.program.packed_attention import PACKED, PACKED_BACKWARD
 from zgraph.program.sizes import is_symbolic, stand_in
-from zgraph.program.sparse_attention import SPARSE, SPARSE_BACKWARD
+from zgraph.program.sparse_attention import SPARSE, SPARSE_BACKWARD, SPARSE_BACKWARD_WITH_MASK
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -581,6 +581,7 @@ ATTENTION = {
     PACKED_BACKWARD,
     SPARSE,
     SPARSE_BACKWARD,
+    SPARSE_BACKWARD_WITH_MASK,
 }
 
 
@@ -629,10 +630,12 @@ def _attention(b: _Builder) -> Rule | None:
     shapes = [tuple(map(stand_in, v.shape)) if isinstance(v, torch.Tensor) else () for v in value(b.node)]
     backward = "grad_out" in names or "grad_out_" in names
     results = [dims(r, "k" if backward and i in (1, 2) else "q") for i, r in enumerate(shapes)]
-    if any(not d[0] or (alone and not d[1]) for d in results if len(d) > 2) and 1 not in queries[:2]:
+    of_mask = 3 if b.node.target is SPARSE_BACKWARD_WITH_MASK else None  # (a sum over what the mask is one for)
+    own = [d for i, d in enumerate(results) if i != of_mask]
+    if any(not d[0] or (alone and not d[1]) for d in own if len(d) > 2) and 1 not in queries[:2]:
         return None
     # Results without a dimension of heads are lengths, a random state that is not drawn from, or empty.
-    alike = [i for i, d in enumerate(results) if len(d) < 3]
+    alike = [i for i, d in enumerate(results) if len(d) < 3 and i != of_mask]
     return b.rule(operands, results, whole=[x for x in ("q", "k") if x in b.sizes], alike=alike)
 
 

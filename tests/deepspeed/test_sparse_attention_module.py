@@ -42,13 +42,14 @@ def test_the_module_is_whole_attention_with_the_layouts_mask(config, length):
     of_keys = torch.zeros(ROWS, length, dtype=torch.float64)
     of_keys[1, -9:] = -1e4
     causal = torch.ones(length, length).tril()
-    bias = torch.randn(length, length, dtype=torch.float64)
+    bias = torch.randn(length, length, dtype=torch.float64, requires_grad=True)
     out = module(*given, rpe=bias, key_padding_mask=of_keys, attn_mask=causal)
     shown = of_layout(config.make_layout(128), config.block, length) & causal.bool()
     mask = torch.zeros(shown.shape, dtype=torch.float64).masked_fill(~shown, -torch.inf) + bias + of_keys[:, None, None]
     expected = F.scaled_dot_product_attention(*given, attn_mask=mask)
     tangent = torch.randn_like(out)
-    pairs = [(out, expected), *zip(*(torch.autograd.grad(x, given, tangent) for x in (out, expected)), strict=True)]
+    gradients = (torch.autograd.grad(x, [*given, bias], tangent) for x in (out, expected))
+    pairs = [(out, expected), *zip(*gradients, strict=True)]
     assert max(float((a - b).detach().abs().max()) for a, b in pairs) < 1e-12
 
 
@@ -111,9 +112,6 @@ def test_what_does_not_fit_is_refused():
         module(x[:, :, :32], x[:, :2, :32], x[:, :2, :32])
     with pytest.raises(PlanError, match="applied by 'plus'"):
         ops.SparseSelfAttention(CONFIGS[4], "plus")
-    bias = torch.zeros(64, 64, requires_grad=True)
-    with pytest.raises(UnsupportedError, match="has no gradient"):
-        module(x[:, :, :64], x[:, :, :64], x[:, :, :64], rpe=bias)
     with pytest.raises(UnsupportedError, match="layers of a model are not replaced"):
         ops.SparseAttentionUtils.replace_model_self_attention_with_sparse_self_attention(
             nn.Linear(2, 2), 64, CONFIGS[4]

@@ -11,7 +11,14 @@ from torch.nn import functional as F
 
 import zgraph
 from zgraph.errors import PlanError
-from zgraph.program.sparse_attention import SPARSE, SPARSE_BACKWARD, block_rows, counted_blocks, layout_text
+from zgraph.program.sparse_attention import (
+    SPARSE,
+    SPARSE_BACKWARD,
+    SPARSE_BACKWARD_WITH_MASK,
+    block_rows,
+    counted_blocks,
+    layout_text,
+)
 
 HEADS, WIDTH = 4, 8
 
@@ -106,6 +113,54 @@ def test_results_and_gradients_are_those_of_whole_attention_with_a_mask(
         assert float((result.double() - reference.detach()).abs().max()) <= BOUNDS[dtype] * largest
 
 
+def learned_mask(kind: str, length: int) -> torch.Tensor:
+    shape = {
+        "one": (length, length),
+        "heads": (1, HEADS, length, length),
+        "rows": (2, 1, length, length),
+        "keys": (2, HEADS, 1, length),
+        "queries": (length, 1),
+        "all": (2, HEADS, length, length),
+    }[kind]
+    mask = torch.randn(shape, dtype=torch.float64)
+    return mask if kind != "all" else mask.masked_fill(torch.rand(shape) < 0.2, -torch.inf)
+
+
+@pytest.mark.parametrize(
+    ("layout", "length", "heads_of_keys", "is_causal", "mask", "dtype"),
+    chosen(
+        list(LAYOUTS),
+        [33, 64, 5],
+        [HEADS, 2],
+        [False, True],
+        ["one", "heads", "rows", "keys", "queries", "all"],
+        list(BOUNDS),
+        together=2,
+    ),
+)
+def test_a_learned_mask_has_a_gradient(layout, length, heads_of_keys, is_causal, mask, dtype):
+    torch.manual_seed(0)
+    sparsity = LAYOUTS[layout]
+    sizes = ((2, HEADS, length, WIDTH), *[(2, heads_of_keys, length, WIDTH)] * 2)
+    given = [*[torch.randn(size).to(dtype) for size in sizes], learned_mask(mask, length).to(dtype)]
+    exact = [x.double().clone().requires_grad_() for x in given]
+    shown = shown_by(sparsity, length)
+    if is_causal:
+        shown = shown & torch.ones(length, length, dtype=torch.bool).tril()
+    hidden = torch.zeros(shown.shape, dtype=torch.float64).masked_fill(~shown, -torch.inf)
+    options = {"scale": 0.3, "enable_gqa": True}
+    expected = F.scaled_dot_product_attention(*exact[:3], attn_mask=exact[3] + hidden, **options)
+    tangent = torch.randn_like(expected)
+    references = torch.autograd.grad(expected, exact, tangent)
+    rest = (is_causal, 0.3, sparsity.model_dump_json())
+    out, sums = SPARSE(*given, *rest)
+    results = SPARSE_BACKWARD_WITH_MASK(tangent.to(dtype), *given[:3], out, sums, given[3], *rest)
+    for result, reference in zip(results, references, strict=True):
+        assert result.dtype is dtype and result.shape == reference.shape
+        largest = max(1.0, float(reference.detach().abs().max()))
+        assert float((result.double() - reference.detach()).abs().max()) <= BOUNDS[dtype] * largest
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("layout", ["fixed", "bigbird", "window", "function"])
 def test_half_precision_is_rounded_about_once(layout, dtype):
@@ -134,6 +189,9 @@ def test_the_fake_implementation_gives_the_same_layouts_of_memory():
     assert [(x.shape, x.stride(), x.dtype) for x in real] == [(x.shape, x.stride(), x.dtype) for x in fake]
     backward = (torch.ones_like(real[0]), *inputs, *real)
     real, fake = SPARSE_BACKWARD(*backward, *options), SPARSE_BACKWARD(*[x.to("meta") for x in backward], *options)
+    assert [(x.shape, x.stride(), x.dtype) for x in real] == [(x.shape, x.stride(), x.dtype) for x in fake]
+    masked = (*backward, torch.randn(6, 1).expand(1, 1, 6, 6))
+    real, fake = (SPARSE_BACKWARD_WITH_MASK(*given, *options[1:]) for given in (masked, [x.to("meta") for x in masked]))
     assert [(x.shape, x.stride(), x.dtype) for x in real] == [(x.shape, x.stride(), x.dtype) for x in fake]
 
 
@@ -200,6 +258,11 @@ def test_the_function_differentiates_in_plain_pytorch():
     seen = torch.rand(40, 40) > 0.3
     assert torch.autograd.gradcheck(
         lambda *x: zgraph.sparse_attention(*x, sparsity, attn_mask=seen, is_causal=True), given
+    )
+    bias = torch.randn(HEADS, 40, 40, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(
+        lambda *x: zgraph.sparse_attention(*x[:3], sparsity, attn_mask=x[3].unsqueeze(0), is_causal=True),
+        (*given, bias),
     )
     with pytest.raises(zgraph.errors.UnsupportedError, match="sparse attention on meta"):
         zgraph.sparse_attention(*[x.to("meta") for x in given], sparsity)

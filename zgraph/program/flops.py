@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from zgraph.program.node import value
-from zgraph.program.sparse_attention import SPARSE, SPARSE_BACKWARD, counted_blocks, longest
+from zgraph.program.sparse_attention import SPARSE, SPARSE_BACKWARD, SPARSE_BACKWARD_WITH_MASK, counted_blocks, longest
 
 aten = torch.ops.aten
 _LONG = 4096  # the length (if a layout is for such) whose share of blocks stands for that of symbolic lengths
@@ -57,6 +57,7 @@ BEYOND_TORCH: dict[Any, Callable[..., Any]] = {
     aten._scaled_dot_product_cudnn_attention_backward: _attention_backward,
     SPARSE.overloadpacket: _sparse_attention,
     SPARSE_BACKWARD.overloadpacket: _sparse_attention_backward,
+    SPARSE_BACKWARD_WITH_MASK.overloadpacket: _sparse_attention_backward,
 }
 
 

@@ -33,8 +33,13 @@ library.define(
     "sparse_attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, "
     f"{_OPTIONS}) -> (Tensor, Tensor, Tensor)"
 )
+library.define(
+    "sparse_attention_backward_with_mask(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, "
+    "Tensor attn_mask, bool is_causal, float? scale, str layout) -> (Tensor, Tensor, Tensor, Tensor)"
+)
 SPARSE = torch.ops.zgraph.sparse_attention.default
 SPARSE_BACKWARD = torch.ops.zgraph.sparse_attention_backward.default
+SPARSE_BACKWARD_WITH_MASK = torch.ops.zgraph.sparse_attention_backward_with_mask.default
 
 _WHOLE = slice(None)
 _PLAIN = (bool, int, float, str, bytes, type(None))
@@ -211,6 +216,26 @@ class _Parts:
         else:
             whole.index_add_(2, self.piece.keys, part)
 
+    def add_to_mask(self, whole: Tensor, part: Tensor) -> None:
+        """Add the gradient of the piece's scores to that of the mask, which is one for all rows, heads, queries or keys where its size is 1."""
+        whole = whole.view((1,) * (4 - whole.dim()) + tuple(whole.shape))
+        shared = [dim for dim in range(4) if whole.shape[dim] == 1 != part.shape[dim]]
+        part = part.sum(shared, keepdim=True) if shared else part
+        whole = whole if whole.shape[2] == 1 else whole[:, :, self.piece.queries]
+        if isinstance(self.piece.heads, Tensor) and whole.shape[1] != 1:
+            for at, head in enumerate(self.piece.heads.tolist()):
+                self._add_to_columns(whole[:, head : head + 1], part[:, at : at + 1])
+        else:
+            self._add_to_columns(whole, part)
+
+    def _add_to_columns(self, whole: Tensor, part: Tensor) -> None:
+        if whole.shape[3] == 1:
+            whole += part
+        elif isinstance(self.piece.keys, slice):
+            whole[..., self.piece.keys] += part
+        else:
+            whole.index_add_(3, self.piece.keys, part)
+
     def mask(self, sparsity: Sparsity, attn_mask: Tensor | None, is_causal: bool, like: Tensor) -> Tensor | None:
         """Return the mask that is added to the piece's scores, None for none."""
         piece = self.piece
@@ -297,20 +322,85 @@ def _backward(
     return grad_query, grad_key.copy_(summed[0]), grad_value.copy_(summed[1])
 
 
+def _backward_with_mask(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    attn_mask: Tensor,
+    is_causal: bool,
+    scale: float | None,
+    layout: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    results = like_backward(grad_out, query, key, value)
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    of_query, of_key, of_value = (torch.zeros_like(x, dtype=dtype) for x in results)
+    of_mask = torch.zeros(attn_mask.shape, dtype=dtype)
+    sparsity = sparsity_of(layout)
+    _refuse_changed(sparsity)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    for piece in _pieces(layout, query.shape[1], query.shape[2], is_causal):
+        parts = _Parts(piece, query, key)
+        mask = parts.mask(sparsity, attn_mask, is_causal, query)
+        of_queries = [parts.of_queries(x).to(dtype) for x in (grad_out, query, out, logsumexp)]
+        of_keys = [parts.of_keys(x).to(dtype) for x in (key, value)]
+        assert mask is not None
+        gradients = _written_out(*of_queries, *of_keys, mask.to(dtype), scale)
+        of_query[:, piece.heads, piece.queries] = gradients[0]
+        parts.add_to_keys(of_key, gradients[1])
+        parts.add_to_keys(of_value, gradients[2])
+        parts.add_to_mask(of_mask, gradients[3])
+    first, second, third = (x.copy_(y) for x, y in zip(results, (of_query, of_key, of_value), strict=True))
+    return first, second, third, of_mask.to(attn_mask.dtype)
+
+
+def _written_out(
+    grad_out: Tensor,
+    query: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys, values and masked scores of whole attention, by products of its own."""
+    group = query.shape[1] // key.shape[1]
+    keys, values = (x.repeat_interleave(group, 1) for x in (key, value))
+    scores = query @ keys.mT * scale + mask
+    weights = torch.exp(scores - logsumexp.unsqueeze(-1)).masked_fill(scores == -torch.inf, 0.0)
+    of_scores = weights * (grad_out @ values.mT - (grad_out * out).sum(-1, keepdim=True))
+    of_keys, of_values = (
+        x.unflatten(1, (-1, group)).sum(2) for x in (of_scores.mT @ query * scale, weights.mT @ grad_out)
+    )
+    return of_scores @ keys * scale, of_keys, of_values, of_scores
+
+
+def _like_backward_with_mask(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    attn_mask: Tensor,
+    *_: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return (*like_backward(grad_out, query, key, value), attn_mask.new_empty(attn_mask.shape))
+
+
 library.impl("sparse_attention", _forward, "CPU")
 library.impl("sparse_attention_backward", _backward, "CPU")
+library.impl("sparse_attention_backward_with_mask", _backward_with_mask, "CPU")
 torch.library.register_fake("zgraph::sparse_attention", like_forward, lib=library)
 torch.library.register_fake("zgraph::sparse_attention_backward", like_backward, lib=library)
+torch.library.register_fake("zgraph::sparse_attention_backward_with_mask", _like_backward_with_mask, lib=library)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     query, key, value, attn_mask, is_causal, scale, layout = inputs
-    if attn_mask is not None and attn_mask.requires_grad:
-        raise UnsupportedError(
-            "the mask of sparse attention has no gradient",
-            why="it requires one: a bias that is learned, say",
-            hint="attn_mask.detach(); or whole attention where the mask is learned",
-        )
     ctx.save_for_backward(query, key, value, attn_mask, *output)
     ctx.options = (is_causal, scale, layout)
     ctx.mark_non_differentiable(output[1])
@@ -318,8 +408,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _differentiate(context: Any, grad_out: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     query, key, value, attn_mask, out, sums = context.saved_tensors
-    grads = SPARSE_BACKWARD(grad_out, query, key, value, out, sums, attn_mask, *context.options)
-    return (*grads, None, None, None, None)
+    learned = context.needs_input_grad[3]
+    backward = SPARSE_BACKWARD_WITH_MASK if learned else SPARSE_BACKWARD
+    grads = backward(grad_out, query, key, value, out, sums, attn_mask, *context.options)
+    return (*grads, *([] if learned else [None]), None, None, None)
 
 
 torch.library.register_autograd("zgraph::sparse_attention", _differentiate, setup_context=_save, lib=library)
@@ -339,8 +431,8 @@ def sparse_attention(
 
     Keys and values may have fewer heads, which divide the queries'. `attn_mask` (booleans that are true where a query sees a key, or numbers
     that are added to the scores) and `is_causal` hide keys besides; a query that sees no key has output 0. `scale` is that of the scores, by
-    default 1 / sqrt(width). A compiled model has the same operator in its program. Raises `UnsupportedError` on other devices and for a mask
-    that requires a gradient, `PlanError` for a layout or a mask function that does not fit.
+    default 1 / sqrt(width). A mask that requires a gradient gets one. A compiled model has the same operator in its program. Raises
+    `UnsupportedError` on other devices, `PlanError` for a layout or a mask function that does not fit.
     """
     if query.device.type != "cpu":
         raise UnsupportedError(

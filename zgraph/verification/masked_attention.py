@@ -1,7 +1,7 @@
 """The plain model with a plan's sparsity of attention: whole attention, with a mask of what the layouts leave out.
 
-It is what `zgraph.verify` compares sparse attention with. Calls of torch's attention get the mask: those of a module's own code by the module
-whose method makes them, those of a captured graph by its records.
+It is what `zgraph.verify` compares sparse attention with. Calls of torch's attention, and softmaxes of as many keys as queries (attention that
+is written out), get the mask: those of a module's own code by the module whose method makes them, those of a captured graph by its records.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import copy
 import functools
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from zgraph.program.node import module_of
 from zgraph.program.sparse_attention import block_rows, shown_by
 
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention
+_SOFTMAX = (torch.nn.functional.softmax, torch.softmax, torch.Tensor.softmax)
 
 
 @functools.lru_cache(maxsize=16)
@@ -57,6 +58,23 @@ def masked(
         return _ATTENTION(query, key, value, attn_mask=shown, **options)
 
 
+def masked_softmax(
+    sparsity: Sparsity, function: Callable[..., Any], scores: torch.Tensor, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """Return a softmax whose scores, [rows, heads, length, length] or [rows, length, length], are hidden where a sparsity leaves them out,
+    and whose rows without keys are 0; any other softmax as it is."""
+    dim = args[0] if args else kwargs.get("dim")
+    with torch._C.DisableTorchFunction():
+        if dim not in (-1, scores.dim() - 1) or scores.dim() not in (3, 4) or scores.shape[-1] != scores.shape[-2]:
+            return function(scores, *args, **kwargs)  # type: ignore[no-any-return]
+        heads = scores.shape[1] if scores.dim() == 4 else 1
+        hidden = (scores == -torch.inf) | ~layout_mask(sparsity, heads, scores.shape[-1])
+        empty = hidden.all(-1, keepdim=True)
+        shown = scores.masked_fill(hidden & ~empty, -torch.inf).masked_fill(empty, 0.0)
+        weights: torch.Tensor = function(shown, *args, **kwargs)
+        return weights.masked_fill(empty, 0.0)
+
+
 class MaskedAttention(TorchFunctionMode):
     """Gives the attention of a plain model the masks of a plan's layouts, while the mode is on."""
 
@@ -68,14 +86,18 @@ class MaskedAttention(TorchFunctionMode):
             self.paths.setdefault(id(module), []).append(name)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _ATTENTION and (sparsity := self._sparsity()) is not None:
-            return masked(sparsity, *args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func is torch.Tensor.backward:  # (a checkpointed region runs once more in it)
+            with self:
+                return _backward(*args, **kwargs)
+        if (func is _ATTENTION or func in _SOFTMAX) and (sparsity := self._sparsity()) is not None:
+            return _masked_call(sparsity, func, *args, **kwargs)
+        return func(*args, **kwargs)
 
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Run attention, in place of torch's function: a backward, which may run checkpointed regions once more, has no mode on."""
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run attention or a softmax, in place of torch's function: inside of another one (multi_head_attention_forward) no mode is on."""
         sparsity = self._sparsity()
-        return _ATTENTION(*args, **kwargs) if sparsity is None else masked(sparsity, *args, **kwargs)
+        return function(*args, **kwargs) if sparsity is None else _masked_call(sparsity, function, *args, **kwargs)
 
     def _sparsity(self) -> Sparsity | None:
         """Return the sparsity for the module whose code makes the call."""
@@ -86,6 +108,17 @@ class MaskedAttention(TorchFunctionMode):
                 return _of(around(tuple(self.paths[id(owner)])), self.attention)
             frame = frame.f_back  # type: ignore[assignment]
         return None
+
+
+def _masked_call(sparsity: Sparsity, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if function is _ATTENTION:
+        return masked(sparsity, *args, **kwargs)
+    return masked_softmax(sparsity, function, *args, **kwargs)
+
+
+def _backward(tensor: torch.Tensor, gradient: Any = None, *args: Any, **kwargs: Any) -> None:
+    """Run `Tensor.backward` in the modes that are on."""
+    torch.autograd.backward(tensor, gradient, *args[:2], **kwargs)
 
 
 def _of(paths: list[str], attention: Mapping[str, Sparsity]) -> Sparsity | None:
@@ -100,23 +133,26 @@ def masks_of(model: nn.Module, attention: Mapping[str, Sparsity]) -> Iterator[No
         yield
         return
     mode = MaskedAttention(model, attention)
-    torch.nn.functional.scaled_dot_product_attention = mode.call
+    functional = torch.nn.functional
+    softmax = functional.softmax
+    functional.scaled_dot_product_attention = functools.partial(mode.call, _ATTENTION)
+    functional.softmax = functools.partial(mode.call, softmax)
     try:
         with mode:
             yield
     finally:
-        torch.nn.functional.scaled_dot_product_attention = _ATTENTION
+        functional.scaled_dot_product_attention, functional.softmax = _ATTENTION, softmax
 
 
 class _Masked(nn.Module):
-    """Attention with the mask of a sparsity, as a module that a graph can call."""
+    """Attention, or a softmax, with the mask of a sparsity, as a module that a graph can call."""
 
-    def __init__(self, sparsity: Sparsity) -> None:
+    def __init__(self, sparsity: Sparsity, function: Callable[..., Any]) -> None:
         super().__init__()
-        self.sparsity = sparsity
+        self.sparsity, self.function = sparsity, function
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return masked(self.sparsity, *args, **kwargs)
+        return _masked_call(self.sparsity, self.function, *args, **kwargs)
 
 
 def with_masks(
@@ -127,12 +163,15 @@ def with_masks(
         return graph_module
     graph_module = copy.deepcopy(graph_module)
     for part in [m for m in graph_module.modules() if isinstance(m, fx.GraphModule)]:
-        for node in part.graph.find_nodes(op="call_function", target=_ATTENTION):
+        for node in part.graph.nodes:
+            function = torch.Tensor.softmax if (node.op, node.target) == ("call_method", "softmax") else node.target
+            if function is not _ATTENTION and function not in _SOFTMAX:
+                continue
             path = module_of(node.meta)
             sparsity = _of(around(aliases.get(path, (path,))), attention)
             if sparsity is not None:
                 name = f"masked_{node.name}"
-                part.add_submodule(name, _Masked(sparsity))
+                part.add_submodule(name, _Masked(sparsity, function))
                 node.op, node.target = "call_module", name
         part.recompile()
     return graph_module

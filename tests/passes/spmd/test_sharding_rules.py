@@ -22,7 +22,7 @@ from zgraph.passes.spmd import sharding_rules
 from zgraph.passes.spmd.sharding_rules import Dims, Rule, operands_of, rule_of
 from zgraph.program import collectives, ops
 from zgraph.program.packed_attention import PACKED, PACKED_BACKWARD
-from zgraph.program.sparse_attention import SPARSE, SPARSE_BACKWARD
+from zgraph.program.sparse_attention import SPARSE, SPARSE_BACKWARD, SPARSE_BACKWARD_WITH_MASK
 
 aten, prims = torch.ops.aten, torch.ops.prims
 PARTS = 2
@@ -32,7 +32,7 @@ SOURCE = torch.Generator().manual_seed(0)
 SHAPES_ONLY = {
     target
     for target in sharding_rules.ATTENTION
-    if "for_cpu" not in str(target) and target not in (SPARSE, SPARSE_BACKWARD)
+    if "for_cpu" not in str(target) and target not in (SPARSE, SPARSE_BACKWARD, SPARSE_BACKWARD_WITH_MASK)
 }
 
 
@@ -258,6 +258,10 @@ def _examples() -> list[Example]:
         out, sums = SPARSE(q, keys, keys, *options)
         of(SPARSE, q, keys, keys, *options)
         of(SPARSE_BACKWARD, x(*out.shape), q, keys, keys, out, sums, *options)
+    for mask in (x(6, 6), x(1, 4, 6, 6), x(2, 1, 1, 6), x(2, 4, 6, 6)):
+        options = (mask, True, None, zgraph.LocalWindow(block=8).model_dump_json())
+        out, sums = SPARSE(q, q, q, *options)
+        of(SPARSE_BACKWARD_WITH_MASK, x(*out.shape), q, q, q, out, sums, *options)
     q, k = (t.to("meta", torch.float16) for t in (x(2, 4, 64, 8), x(2, 4, 64, 8)))
     for gpu, last in (
         (aten._scaled_dot_product_flash_attention, (0.0, False, False)),

@@ -192,7 +192,7 @@ class SparseSelfAttention(nn.Module):
                 f"a sequence of {length} is longer than max_seq_length, {longest}",
                 hint="give SparseSelfAttention a larger max_seq_length",
             )
-        masks = [] if rpe is None else [rpe.expand(rows, query.shape[1], length, length)]
+        masks = [] if rpe is None else [rpe.reshape((1,) * (4 - rpe.dim()) + tuple(rpe.shape))]
         if key_padding_mask is not None:
             of_keys = key_padding_mask.reshape(rows, 1, 1, length)
             masks.append(_added(of_keys, self.key_padding_mask_mode, query.dtype))
