@@ -1,17 +1,18 @@
-"""Replaces a transfer's start and wait by those of bytes of `zgraph.program.block_quantization`, for the two passes
-that compress.
+"""Replaces a transfer's start and wait by those of bytes of `zgraph.program.block_quantization`, for the passes that
+compress collectives.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
 
+from zgraph.errors import PlanError
 from zgraph.names import matches
-from zgraph.passes.analysis.costs import CPU, Costs, size_of
+from zgraph.passes.analysis.costs import CPU, Costs
 from zgraph.passes.analysis.parameter_collectives import ParameterCollective
 from zgraph.passes.zero.gathers import identifier_of
 from zgraph.program import collectives
@@ -25,8 +26,10 @@ from zgraph.program.block_quantization import (
 )
 from zgraph.program.node import NodeInfo, Phase, Role, info, set_info, tensor
 from zgraph.program.program import InputRole, Port, Program
+from zgraph.program.sizes import part_of, static, typical
 
 aten = torch.ops.aten
+_CAST = torch.ops.prims.convert_element_type.default
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Correction:
 
 @dataclass(frozen=True)
 class CompressOptions:
-    """Options of `compress_gathers` and `compress_reductions`."""
+    """Options of the passes that compress."""
 
     format: str  # the format that is sent
     block: int = 256  # elements in a block
@@ -52,11 +55,17 @@ class CompressOptions:
         """Return the bytes of a transfer that need not be sent in this format; 0 for an exact parameter, or a tensor of
         no floating point.
         """
-        operand = transfer.start.all_input_nodes[0]
-        if not tensor(operand).dtype.is_floating_point or matches([transfer.name], self.exact):
+        return 0 if matches([transfer.name], self.exact) else self.saved_of(transfer.start.all_input_nodes[0], parts)
+
+    def saved_of(self, operand: fx.Node, parts: int) -> int:
+        """Return the bytes of a value that need not be sent in this format, in so many parts; 0 for a tensor of no
+        floating point.
+        """
+        val = tensor(operand)
+        if not val.dtype.is_floating_point:
             return 0
-        sent = parts * bytes_of(math.ceil(tensor(operand).numel() / parts), self.format, self.block)
-        return max(0, size_of(operand) - sent)
+        count = typical(val.numel())
+        return max(0, count * val.element_size() - parts * bytes_of(-(-count // parts), self.format, self.block))
 
 
 class QuantizedTransfer:
@@ -69,7 +78,12 @@ class QuantizedTransfer:
         self.options = options
         self.told = (options.format, options.block)
         self.over, self.waits = info(self.start), info(self.wait)
-        self.layout = self.over.replace(role=Role.LAYOUT, mesh_dim=None, stream=None)
+        self.sums = collectives.reduce_op_of(self.start) == "sum"
+        # (a value that ranks compute together may be saved or offloaded as any other)
+        layout: dict[str, Any] = {"role": Role.LAYOUT, "stream": None}
+        if self.over.role is Role.EXCHANGE:
+            layout = {"role": Role.COMPUTE, "stream": "compute"}
+        self.layout = self.over.replace(mesh_dim=None, **layout)
         self.operand, self.like = self.start.all_input_nodes[0], tensor(self.wait)
 
     def gathered(self) -> None:
@@ -84,18 +98,32 @@ class QuantizedTransfer:
         with self.program.graph.inserting_before(self.start):
             operand = self._in_parts() if whole else self.operand
             sent = self._sent(operand, self.ranks, "sent", self.dim)
-            sizes = [tensor(sent).numel() // self.ranks] * self.ranks
+            sizes = [bytes_of(part_of(tensor(operand).numel(), self.ranks), *self.told)] * self.ranks
             start = self._collective(collectives.ALL_TO_ALL, (sent, sizes, sizes, self.dim), "bytes")
         with self.program.graph.inserting_before(self.wait):
-            part = [tensor(operand).shape[0] // self.ranks] if whole else list(self.like.shape)
-            mean = self._back(MEAN_OF_BLOCKS, start, part)
+            part = [part_of(tensor(operand).shape[0], self.ranks)] if whole else list(self.like.shape)
+            mean = self._sum(start, part, whole) if self.sums else self._back(MEAN_OF_BLOCKS, start, part)
             self._replace(start, self._whole(mean) if whole else mean)
 
     def _in_parts(self) -> fx.Node:
         """Return the operand in one dimension, padded so that the number of ranks divides its length."""
         flat = self._layout(aten.view.default, (self.operand, [-1]), "flat")
-        missing = -tensor(flat).numel() % self.ranks
+        missing = static(-tensor(flat).numel() % self.ranks)
+        if not isinstance(missing, int):
+            raise PlanError(
+                f"{self.operand.name!r} can't be sent in few bits: {self.ranks} does not divide its elements at all lengths",
+                where="wire.activations",
+                why="each rank adds up an equal part of them",
+                hint='shapes="static": a program for each length; or wire.activations="same"',
+            )
         return self._layout(aten.constant_pad_nd.default, (flat, [0, missing]), "padded") if missing else flat
+
+    def _sum(self, start: fx.Node, part: list[int], whole: bool) -> fx.Node:
+        """Return a part of what the ranks' values add up to; in float32 if it is going to be sent on."""
+        mean = self._back(MEAN_OF_BLOCKS, start, part, torch.float32)
+        total = self._layout(aten.mul.Tensor, (mean, self.ranks), "sum")
+        same = whole or self.like.dtype is torch.float32
+        return total if same else self._layout(_CAST, (total, self.like.dtype), "rounded")
 
     def _whole(self, mean: fx.Node) -> fx.Node:
         """Gather the ranks' parts of the mean, and return the whole mean: a transfer of its own, after the first."""
@@ -105,7 +133,7 @@ class QuantizedTransfer:
         start = self._collective(collectives.ALL_GATHER, (sent, self.ranks, self.dim), "shared")
         whole_mean = self._back(FROM_BLOCKS, start, [tensor(mean).shape[0] * self.ranks])
         count = self.like.numel()
-        if tensor(whole_mean).shape[0] != count:
+        if static(tensor(whole_mean).shape[0]) != static(count):
             whole_mean = self._layout(aten.slice.Tensor, (whole_mean, 0, 0, count), "cut")
         whole_mean = self._layout(aten.view.default, (whole_mean, list(self.like.shape)), "shaped")
         for node in self.after:
@@ -143,9 +171,9 @@ class QuantizedTransfer:
     def _collective(self, target: object, args: tuple[object, ...], name: str) -> fx.Node:
         return self.program.call(target, args, self.over, name=f"{self.start.name}_{name}")
 
-    def _back(self, target: object, start: fx.Node, shape: list[int]) -> fx.Node:
+    def _back(self, target: object, start: fx.Node, shape: list[int], dtype: torch.dtype | None = None) -> fx.Node:
         came = self.program.call(collectives.WAIT, (start,), self.waits, name=f"{start.name}_here")
-        return self._layout(target, (came, *self.told, self.ranks, shape, self.like.dtype), "back")
+        return self._layout(target, (came, *self.told, self.ranks, shape, dtype or self.like.dtype), "back")
 
     def _replace(self, start: fx.Node, result: fx.Node) -> None:
         """Replace the wait by `result`; `start` gets the name of the old start, which is the transfer's."""

@@ -20,6 +20,7 @@ from zgraph.passes.canonicalize.known_masks import known_masks
 from zgraph.passes.canonicalize.narrow import narrow
 from zgraph.passes.canonicalize.packed_documents import PackedOptions, packed_documents
 from zgraph.passes.canonicalize.sparse_attention import SparseOptions, sparse_attention
+from zgraph.passes.compression.compress_exchanges import compress_exchanges
 from zgraph.passes.compression.compress_gathers import compress_gathers
 from zgraph.passes.compression.compress_messages import compress_messages
 from zgraph.passes.compression.compress_reductions import compress_reductions
@@ -327,6 +328,11 @@ def _reduction_options(context: PassContext) -> CompressOptions:
     return CompressOptions(wire.reduce, wire.block, wire.exact, context.costs, over, correction)
 
 
+def _exchange_options(context: PassContext) -> CompressOptions:
+    wire = context.plan.wire
+    return CompressOptions(wire.activations, wire.block, costs=context.costs, over=TENSOR_DIM)
+
+
 def message_options(plan: Plan) -> CompressOptions:
     """Return how pipeline stages send each other activations."""
     return CompressOptions(plan.wire.activations, plan.wire.block)
@@ -404,6 +410,11 @@ STEP_PASSES: tuple[PassRow[PassContext], ...] = (
     ),
     PassRow(compress_gathers, _compresses("gather"), _gather_options),
     PassRow(compress_reductions, _in_training(_compresses("reduce")), _reduction_options),
+    PassRow(
+        compress_exchanges,
+        lambda c: _compresses("activations")(c).unless(not _over(TENSOR_DIM)(c).runs, "no ranks divide layers"),
+        _exchange_options,
+    ),
     PassRow(
         compress_messages,
         lambda c: _compresses("activations")(c).unless(not c.staged, "there is no pipeline"),

@@ -317,9 +317,9 @@ CONFLICTS = (
     ),
     Conflict(
         "wire.activations",
-        lambda plan: plan.wire.activations != "same" and _ranks(plan, "pp") == 1,
-        "wire.activations is set without a pipeline",
-        why="pipeline stages alone send activations in few bits",
+        lambda plan: plan.wire.activations != "same" and _ranks(plan, "pp") == 1 and _ranks(plan, "tp") == 1,
+        "wire.activations is set without a pipeline and without tensor parallelism",
+        why="pipeline stages and the ranks of mesh.tp alone send activations in few bits; those of mesh.cp send them as they are",
         hint='mesh={"pp": 2, "dp": -1} has two stages; or leave it out',
     ),
     *_of_gradients("error_feedback", True),

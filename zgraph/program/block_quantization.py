@@ -203,7 +203,7 @@ library.define(
     f"to_blocks_fed(Tensor x, Tensor(a!) residual, Tensor? draws, Tensor[] places, Tensor? scale, {_WHAT}) -> Tensor"
 )
 library.define(f"from_blocks(Tensor sent, {_WHAT}, SymInt[] shape, ScalarType dtype) -> Tensor")
-library.define(f"mean_of_blocks(Tensor sent, {_WHAT}, int[] shape, ScalarType dtype) -> Tensor")
+library.define(f"mean_of_blocks(Tensor sent, {_WHAT}, SymInt[] shape, ScalarType dtype) -> Tensor")
 library.impl("to_blocks", to_blocks, "CompositeExplicitAutograd")
 library.impl("to_blocks_drawn", _to_blocks_drawn, "CompositeExplicitAutograd")
 library.impl("to_blocks_fed", _to_blocks_fed, "CompositeExplicitAutograd")

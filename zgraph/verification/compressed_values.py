@@ -67,7 +67,8 @@ class CompressedValues:
         self.differences.append(Difference(what, f"{name} (not the bytes that were sent)", rank, math.inf, 1.0, False))
 
     def _compare(self, program: Program, node: fx.Node, rank: int, value: Tensor) -> None:
-        transfer, name = info(node).transfer, str(info(node).param)
+        transfer = info(node).transfer
+        name = str(info(node).param or transfer)
         sender, operands = self._sent[transfer]
         group = group_ranks(program.mesh, self._groups[transfer], rank)
         format, block, parts = sender.args[-3:]
@@ -82,7 +83,7 @@ class CompressedValues:
         bound = bound + exact.abs() * torch.finfo(value.dtype).eps * len(group)  # (rounding of the sum)
         wrong = (value.reshape(-1).double() - exact).abs()
         share = float((wrong / bound).max()) if wrong.numel() else 0.0
-        what = "sent gradient" if node.target is MEAN_OF_BLOCKS else "sent value"
+        what = "sent gradient" if node.target is MEAN_OF_BLOCKS and info(node).param is not None else "sent value"
         self.differences.append(Difference(what, name, rank, share, 1.0, exact=not bool(wrong.any())))
 
 

@@ -292,7 +292,10 @@ def test_lengths_that_differ_from_step_to_step(two: Ranks) -> None:
 @pytest.mark.parametrize(
     "fields, said",
     [
-        ({"mesh": {"dp": -1}, "micro_batches": 1}, "wire.activations is set without a pipeline"),
+        (
+            {"mesh": {"dp": -1}, "micro_batches": 1},
+            "is set without a pipeline and without tensor parallelism",
+        ),
         ({"wire": {"activations": "int3"}}, "activations"),
         ({"wire": {"activations": True}}, "activations"),
     ],
