@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         LocalWindow,
         Longformer,
         MaskFunction,
+        SlidingWindow,
         Variable,
     )
     from zgraph.plan.clipping_and_ema import EMA, GradClip
@@ -104,6 +105,7 @@ __all__ = [
     "Plan",
     "Precision",
     "Size",
+    "SlidingWindow",
     "TorchSchedule",
     "Variable",
     "WarmupCosineLR",
@@ -146,6 +148,7 @@ _SPARSITIES = (
     "LocalWindow",
     "Longformer",
     "MaskFunction",
+    "SlidingWindow",
     "Variable",
 )
 _SCHEDULES = (

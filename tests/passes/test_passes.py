@@ -547,6 +547,7 @@ def test_snapshots_do_not_change_when_later_passes_run():
     assert [r.name for r in history.records] == [
         "capture",
         "cleanup",
+        "sliding_windows",
         "packed_documents",
         "checkpoint",
         "shard_parameters",

@@ -180,6 +180,7 @@ EVERY = [
     zgraph.BigBird(seed=4),
     zgraph.Longformer(global_block_indices=(0, 7), global_block_end_indices=(1, 9)),
     zgraph.LocalWindow(num_sliding_window_blocks=5),
+    zgraph.SlidingWindow(window=100, ahead=3),
     zgraph.BlockLayout(layout=["10", "11"]),
     zgraph.MaskFunction(function="a.b:c"),
 ]

@@ -44,6 +44,7 @@ LAYOUTS = {
     "bigbird": zgraph.BigBird(block=8, different_layout_per_head=True),
     "longformer": zgraph.Longformer(block=16, global_block_indices=(1,)),
     "window": zgraph.LocalWindow(block=8),
+    "positions": zgraph.SlidingWindow(window=11, ahead=3, block=8),
     # The second block of queries sees nothing, the third only keys behind it: with a causal mask nothing.
     "empty": zgraph.BlockLayout(block=16, layout=["1000", "0000", "0001", "0011"]),
     "function": zgraph.MaskFunction(function=f"{__name__}:far_and_near", block=16),
@@ -58,6 +59,9 @@ def shown_by(sparsity, length: int) -> torch.Tensor:
         function = {"far_and_near": far_and_near, "wider_by_head": wider_by_head}[sparsity.function.split(":")[1]]
         heads = torch.arange(HEADS).view(-1, 1, 1)
         return function(None, heads, places.view(1, -1, 1), places.view(1, 1, -1)).expand(HEADS, length, length)
+    if isinstance(sparsity, zgraph.SlidingWindow):
+        shown = [[0 <= q - k < sparsity.window or 0 < k - q <= sparsity.ahead for k in places] for q in places.tolist()]
+        return torch.tensor(shown).expand(HEADS, length, length)
     blocks = -(-length // sparsity.block)
     rows = [sparsity.rows(blocks, head if sparsity.heads_differ else 0) for head in range(HEADS)]
     return torch.tensor(

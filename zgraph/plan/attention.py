@@ -33,6 +33,7 @@ __all__ = [
     "LocalWindow",
     "Longformer",
     "MaskFunction",
+    "SlidingWindow",
     "Sparsity",
     "Variable",
     "pattern_of",
@@ -82,6 +83,11 @@ class Sparsity(Record, frozen=True):
     @property
     def heads_differ(self) -> bool:
         """Whether heads may have different layouts."""
+        return False
+
+    @property
+    def of_positions(self) -> bool:
+        """Whether it says which positions of keys a query sees, so that some blocks are seen in part."""
         return False
 
     def rows(self, blocks: int, head: int) -> Rows:
@@ -244,6 +250,28 @@ class LocalWindow(Sparsity, frozen=True):
         return _without_later(rows) if self.attention == "unidirectional" else rows
 
 
+class SlidingWindow(Sparsity, frozen=True):
+    """A window of positions: a query sees itself, the `window` - 1 keys before it, and the `ahead` keys behind it.
+
+    It is that of Mistral and Gemma, position by position; `LocalWindow` is one of whole blocks.
+    """
+
+    kind: Literal["sliding_window"] = "sliding_window"
+    window: Count = Field(description="keys up to the query's own, which counts")
+    ahead: Annotated[StrictInt, Field(ge=0, description="keys behind the query's own")] = 0
+    block: StrictInt = Field(default=64, description="the side of a block, a power of two of at least 8")
+
+    @property
+    def of_positions(self) -> bool:
+        return True
+
+    def rows(self, blocks: int, head: int) -> Rows:
+        side = self.block
+        firsts = (max(0, row * side - self.window + 1) // side for row in range(blocks))
+        lasts = (min(blocks - 1, ((row + 1) * side - 1 + self.ahead) // side) for row in range(blocks))
+        return [set(range(first, last + 1)) for first, last in zip(firsts, lasts, strict=True)]
+
+
 class BlockLayout(Sparsity, frozen=True):
     """A layout of one's own: for one head, or for each, a square of blocks, as booleans, 0 and 1, or texts like "0110".
 
@@ -285,6 +313,10 @@ class MaskFunction(Sparsity, frozen=True):
     @property
     def heads_differ(self) -> bool:
         return True  # (nobody knows before it is called)
+
+    @property
+    def of_positions(self) -> bool:
+        return True
 
 
 # -- parts of layouts -------------------------------------------------------------------------------------------------
@@ -390,7 +422,7 @@ def _row(row: Any) -> str:
 # -- the plan's field -------------------------------------------------------------------------------------------------
 _KINDS: dict[str, type[Sparsity]] = {
     str(record.model_fields["kind"].default): record
-    for record in (Dense, Fixed, Variable, BigBird, Longformer, LocalWindow, BlockLayout, MaskFunction)
+    for record in (Dense, Fixed, Variable, BigBird, Longformer, LocalWindow, SlidingWindow, BlockLayout, MaskFunction)
 }
 
 
@@ -413,7 +445,9 @@ def _known(value: Any) -> Any:
 
 
 AnySparsity = Annotated[
-    Union[Dense, Fixed, Variable, BigBird, Longformer, LocalWindow, BlockLayout, MaskFunction],  # noqa: UP007 (pydantic needs a union at run time)
+    Union[  # noqa: UP007 (pydantic needs a union at run time)
+        Dense, Fixed, Variable, BigBird, Longformer, LocalWindow, SlidingWindow, BlockLayout, MaskFunction
+    ],
     Field(discriminator="kind"),
     BeforeValidator(_known),
 ]

@@ -402,7 +402,8 @@ class Plan(Record, frozen=True):
         examples=[{"layers.*": {"kind": "bigbird", "block": 64}}],
         default_factory=Attention,
         description="attention that computes only some blocks of queries with some blocks of keys: a table from patterns of module paths to "
-        'sparsities (zgraph.Fixed, Variable, BigBird, Longformer, LocalWindow, BlockLayout, Dense), or mask functions "package.module:name"',
+        "sparsities (zgraph.Fixed, Variable, BigBird, Longformer, LocalWindow, SlidingWindow, BlockLayout, Dense), or mask functions "
+        '"package.module:name"',
     )
     shapes: Annotated[
         Literal["auto", "static", "dynamic"] | Buckets | Hot,

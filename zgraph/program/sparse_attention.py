@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from zgraph.errors import PlanError, UnsupportedError
-from zgraph.plan.attention import BlockLayout, MaskFunction, Sparsity, sparsity_of
+from zgraph.plan.attention import BlockLayout, MaskFunction, SlidingWindow, Sparsity, sparsity_of
 from zgraph.plan.user_functions import load_named
 from zgraph.program.cpu_attention import BACKWARD, FORWARD, like_backward, like_forward
 from zgraph.program.ops import library
@@ -94,8 +94,14 @@ def _is_of_all_heads(sparsity: MaskFunction, heads: int, length: int) -> bool:
     return True
 
 
-def shown_by(sparsity: MaskFunction, heads: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
-    """Return what a mask function shows, [heads, queries, keys]. Raises `PlanError` for one that fails, or gives something else."""
+def shown_by(sparsity: Sparsity, heads: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+    """Return what a sparsity of positions shows, [heads, queries, keys]. Raises `PlanError` for a mask function that fails, or gives
+    something else."""
+    if isinstance(sparsity, SlidingWindow):
+        distances = queries.view(-1, 1) - keys
+        shown = (distances < sparsity.window) & (distances >= -sparsity.ahead)
+        return shown.expand(len(heads), -1, -1)
+    assert isinstance(sparsity, MaskFunction)
     function: Callable[..., Tensor] = load_named(sparsity.function, "mask function")
     where, shape = f"attention: {sparsity.function}", (len(heads), len(queries), len(keys))
     rows = torch.arange(2).view(2, 1, 1, 1)
@@ -156,7 +162,7 @@ def _pieces(layout: str, heads: int, length: int, is_causal: bool) -> tuple[_Pie
         alike.setdefault(rows, []).append(head)
     pieces: list[_Piece] = []
     for rows, of in alike.items():
-        whole = len(rows_of_heads) == 1 or (len(of) == heads and not isinstance(sparsity, MaskFunction))
+        whole = len(rows_of_heads) == 1 or (len(of) == heads and not sparsity.of_positions)
         chosen = _WHOLE if whole else torch.tensor(of)
         pieces += _pieces_of(sparsity, rows, chosen, length, is_causal)
     return tuple(pieces)
@@ -178,7 +184,7 @@ def _pieces_of(
             places = _places(rows[at], side, length)
             apart = int(places[-1]) - int(places[0]) + 1 != len(places)
             keys = places if apart else slice(int(places[0]), int(places[-1]) + 1)
-            masked = isinstance(sparsity, MaskFunction) or (is_causal and rows[at][-1] >= at)
+            masked = sparsity.of_positions or (is_causal and rows[at][-1] >= at)
             yield _Piece(heads, queries, keys, places if masked else None)
         at = last
 
@@ -249,10 +255,10 @@ class _Parts:
             return added
         queries = torch.arange(piece.queries.start, piece.queries.stop)
         shown = piece.places <= queries.unsqueeze(1) if is_causal else None
-        if isinstance(sparsity, MaskFunction):
+        if sparsity.of_positions:
             heads = torch.zeros(1, dtype=torch.int64) if isinstance(piece.heads, slice) else piece.heads
-            by_function = shown_by(sparsity, heads, queries, piece.places)
-            shown = by_function if shown is None else shown & by_function
+            of_positions = shown_by(sparsity, heads, queries, piece.places)
+            shown = of_positions if shown is None else shown & of_positions
         assert shown is not None
         if added is None:
             added = torch.zeros((), dtype=like.dtype)

@@ -18,7 +18,7 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from zgraph.names import around
-from zgraph.plan.attention import MaskFunction, Sparsity, pattern_of
+from zgraph.plan.attention import Sparsity, pattern_of
 from zgraph.program.node import module_of
 from zgraph.program.sparse_attention import block_rows, shown_by
 
@@ -29,9 +29,9 @@ _SOFTMAX = (torch.nn.functional.softmax, torch.softmax, torch.Tensor.softmax)
 @functools.lru_cache(maxsize=16)
 def layout_mask(sparsity: Sparsity, heads: int, length: int) -> torch.Tensor:
     """Return what a sparsity shows, element by element: [heads or 1, length, length], booleans."""
-    if isinstance(sparsity, MaskFunction):
+    if sparsity.of_positions:
         places = torch.arange(length)
-        return shown_by(sparsity, torch.arange(heads), places, places)
+        return shown_by(sparsity, torch.arange(heads if sparsity.heads_differ else 1), places, places)
     rows, side = block_rows(sparsity.model_dump_json(), heads, length), sparsity.block
     blocks = torch.zeros((len(rows), -(-length // side), -(-length // side)), dtype=torch.bool)
     for head, of_head in enumerate(rows):
