@@ -108,15 +108,15 @@ def sliding_windows(program: Program, options: SlidingOptions) -> dict[str, int]
     windows: dict[fx.Node, tuple[SlidingWindow, fx.Node | None]] = {}
     for node in program.nodes:
         if node.target is FORWARD and pattern_of(dict(options.attention), program.modules_around(node)) is None:
-            window = _window_of(meanings, node)
-            if window is not None:
-                windows[node] = window
+            window_and_mask = _window_of(meanings, node)
+            if window_and_mask is not None:
+                windows[node] = window_and_mask
     if not windows:
         return {"attentions": 0}
     for node in reversed(program.nodes):
         forward = node if node.target is FORWARD else forward_of(node)
-        if forward in windows:
-            window, mask = windows[forward]  # type: ignore[index]
+        if forward is not None and forward in windows:
+            window, mask = windows[forward]
             replace_by_sparse(program, node, mask, layout_text(window))
     program.graph.eliminate_dead_code()
     _tell(program, windows)

@@ -204,7 +204,7 @@ def _number(value: Any) -> float | None:
     elif isinstance(value, fx.Node) and value.target is aten.lift_fresh_copy.default:
         constant = getattr(value.graph.owning_module, str(value.all_input_nodes[0].target), None)
         known = type(constant) is torch.Tensor and not constant.dim() and constant.device.type != "meta"
-        value = constant.item() if known else None
+        value = constant.item() if known else None  # type: ignore[union-attr]
     return float(value) if isinstance(value, int | float) else None
 
 
@@ -321,8 +321,8 @@ def _softmax_backward(tangent: fx.Node, reader: fx.Node, same: dict[fx.Node, Non
     (result,), (total,) = results, sums
     if result.target is prims.fma.default:
         less, factor, rest = result.args
-        fits = rest is reader and factor is total and getattr(less, "target", None) is aten.neg.default
-        return result if fits and less.args[0] in same else None  # type: ignore[union-attr]
+        negative = isinstance(less, fx.Node) and less.target is aten.neg.default and less.all_input_nodes[0] in same
+        return result if negative and rest is reader and factor is total else None
     part = result.args[1]
     fits = result.args[0] is reader and isinstance(part, fx.Node) and part.target is aten.mul.Tensor
     return result if fits and total in part.args and any(a in same for a in part.args) else None  # type: ignore[union-attr]
@@ -402,7 +402,7 @@ def _dims(node: fx.Node) -> list[int]:
     """Return the order of dimensions that a permutation gives."""
     count = tensor(node).dim()
     if node.target is aten.permute.default:
-        return [dim % count for dim in node.args[1]]  # type: ignore[union-attr,operator]
+        return [int(dim) % count for dim in node.args[1]]  # type: ignore[union-attr,arg-type]
     dims = list(range(count))
     one, other = (int(at) % count for at in node.args[1:3])  # type: ignore[arg-type]
     dims[one], dims[other] = other, one
@@ -496,7 +496,7 @@ class _Writer:
         for reader, read_node in a.of_mask:
             if reader.target is not aten.sum.dim_IntList or tensor(read_node).dim() != 4:
                 return False
-            dims = {dim % 4 for dim in reader.args[1]}  # type: ignore[union-attr,operator]
+            dims = {int(dim) % 4 for dim in reader.args[1]}  # type: ignore[union-attr,arg-type]
             if {dim for dim in dims if expression(scores[dim]) != 1} != shared:
                 return False
         return bool(shared)

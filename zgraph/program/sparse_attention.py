@@ -353,7 +353,7 @@ def _backward_with_mask(
         of_queries = [parts.of_queries(x).to(dtype) for x in (grad_out, query, out, logsumexp)]
         of_keys = [parts.of_keys(x).to(dtype) for x in (key, value)]
         assert mask is not None
-        gradients = _written_out(*of_queries, *of_keys, mask.to(dtype), scale)
+        gradients = _written_out(of_queries, of_keys, mask.to(dtype), scale)
         of_query[:, piece.heads, piece.queries] = gradients[0]
         parts.add_to_keys(of_key, gradients[1])
         parts.add_to_keys(of_value, gradients[2])
@@ -363,25 +363,22 @@ def _backward_with_mask(
 
 
 def _written_out(
-    grad_out: Tensor,
-    query: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor,
-    scale: float,
+    of_queries: Sequence[Tensor], of_keys: Sequence[Tensor], mask: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys, values and masked scores of whole attention, by products of its own."""
+    """Return the gradients of queries, keys, values and masked scores of whole attention, by products of its own.
+
+    `of_queries` are the output's gradient, queries, output and logsumexp, `of_keys` keys and values.
+    """
+    (grad_out, query, out, logsumexp), (key, value) = of_queries, of_keys
     group = query.shape[1] // key.shape[1]
     keys, values = (x.repeat_interleave(group, 1) for x in (key, value))
     scores = query @ keys.mT * scale + mask
     weights = torch.exp(scores - logsumexp.unsqueeze(-1)).masked_fill(scores == -torch.inf, 0.0)
     of_scores = weights * (grad_out @ values.mT - (grad_out * out).sum(-1, keepdim=True))
-    of_keys, of_values = (
+    of_key, of_value = (
         x.unflatten(1, (-1, group)).sum(2) for x in (of_scores.mT @ query * scale, weights.mT @ grad_out)
     )
-    return of_scores @ keys * scale, of_keys, of_values, of_scores
+    return of_scores @ keys * scale, of_key, of_value, of_scores
 
 
 def _like_backward_with_mask(
