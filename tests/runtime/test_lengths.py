@@ -999,3 +999,17 @@ def test_what_was_learned_without_a_maximum_is_a_number_beside_a_budget(caplog):
     assert len(mine.zgraph.programs) == 3  # (the length is bounded by the table of positions)
     (told,) = [r.getMessage() for r in caplog.records if "is a program of its own" in r.getMessage()]
     assert "each batch" in told and "how large" in told
+
+
+def test_a_number_is_a_table_of_one_row():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x):
+            return x * torch.index_select(self.scale, 0, torch.arange(1))
+
+    x, model = torch.randn(3, 4), Net()
+    expected = model(x)
+    torch.testing.assert_close(zgraph.compile(model, zgraph.Plan(backend="eager"))(x), expected, rtol=0, atol=0)

@@ -103,9 +103,9 @@ def _lookups(graph: fx.Graph) -> Iterator[tuple[fx.Node, int, Any]]:
         if value is not None:
             largest[node] = value
         for table, dim, indices in _tables(node):
-            rows = table.meta["val"].shape[dim]
-            if indices in largest and isinstance(rows, int):
-                yield node, rows, largest[indices]
+            shape = table.meta["val"].shape or (1,)  # (a number is looked up as a table of one row)
+            if indices in largest and isinstance(shape[dim], int):
+                yield node, shape[dim], largest[indices]
 
 
 def _tables(node: fx.Node) -> Iterator[tuple[fx.Node, int, fx.Node]]:

@@ -29,7 +29,8 @@ def stream_to_vllm(trainer: Any) -> None:
     generation = getattr(trainer, "vllm_generation", None)
     if generation is not None:
         refuse_release("vLLM")
-        generation.__class__ = _streaming(type(generation))
+        kind: type = type(generation)
+        generation.__class__ = _streaming(kind)
 
 
 class _Streaming:
@@ -61,7 +62,7 @@ def _merged(model: Any) -> Weights:
                 yield name.removeprefix(_OF_PEFT), param.detach()
 
 
-def _outermost(model: Any) -> Iterator[tuple[str, nn.Module]]:
+def _outermost(model: Any) -> Iterator[tuple[str, Any]]:
     """Yield the path and module of whatever PEFT has put around a module, but not what is inside of it."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import AuxiliaryTrainingWrapper
@@ -92,8 +93,9 @@ def _merged_layer(module: Any, path: str) -> nn.Module:
             why=f"PEFT's {type(module).__name__} has no layer that stands for it",
             hint="modules_to_save, LoRA or IA3; or use_vllm=False",
         )
-    layer = copy.deepcopy(module)
-    for part in [*layer.modules()]:
+    layer: Any = copy.deepcopy(module)
+    parts: list[Any] = [*layer.modules()]
+    for part in parts:
         if isinstance(part, BaseTunerLayer):
             part.merge()
     merged: nn.Module = layer.get_base_layer()
