@@ -75,7 +75,8 @@ def test_parts_of_a_sequence_give_what_the_whole_gives(name, ranks, attention):
 def test_it_goes_together_with_everything_else(mesh, fields, attention):
     world = 2 ** len(mesh)
     model, inputs = own("gpt2" if attention == "heads" else "llama")
-    if "pp" in mesh:  # (each stage has an attention; one layer may be cut between its queries and its attention, which a ring can't take)
+    if "pp" in mesh:
+        # (Each stage has an attention: one layer may be cut before it, and a ring can't take it then.)
         model = type(model)(layers=2).double()
     assert_same(model, inputs, world, mesh=mesh, context_attention=attention, **fields)
 
