@@ -22,6 +22,7 @@ from zgraph.program import collectives
 from zgraph.program.node import NodeInfo, Phase, Role, info, set_info, tensor, value
 from zgraph.program.program import Division, InputRole, OutputRole, ParamSpec, Program
 from zgraph.program.sizes import is_symbolic
+from zgraph.program.sparse_attention import SPARSE, SPARSE_BACKWARD, SPARSE_BACKWARD_WITH_MASK
 
 aten = torch.ops.aten
 
@@ -30,6 +31,7 @@ _BLIND = frozenset(
         aten.native_layer_norm_backward, aten.native_group_norm, aten.native_group_norm_backward,
         aten._weight_norm_interface, aten._weight_norm_interface_backward,
         aten._scaled_dot_product_flash_attention_for_cpu, aten._scaled_dot_product_flash_attention_for_cpu_backward,
+        *(target.overloadpacket for target in (SPARSE, SPARSE_BACKWARD, SPARSE_BACKWARD_WITH_MASK)),
     ]
 )  # fmt: skip
 """Operators whose kernels assume a memory layout of their operands, which plain PyTorch makes sure of before it calls them."""

@@ -20,6 +20,7 @@ from zgraph.passes.analysis.axes import Axes
 from zgraph.passes.contract import graph_pass
 from zgraph.passes.spmd.build_divided_graph import Builder
 from zgraph.passes.spmd.choose_placements import Goal, choose_placements
+from zgraph.passes.spmd.heads_of_ranks import WAYS
 from zgraph.passes.spmd.placements import Placements
 from zgraph.program.program import Fact, Level, Program
 
@@ -45,7 +46,7 @@ class DivideOptions:
 def divide(program: Program, options: DivideOptions) -> dict[str, int]:
     if program.mesh.get(options.dim, 1) == 1:
         return {}
-    return divide_program(Placements(program, options.dim, Axes(program)), Goal(options.sequence))
+    return divide_program(Placements(program, options.dim, Axes(program)), Goal(options.sequence, ways=WAYS))
 
 
 def divide_program(placements: Placements, goal: Goal) -> dict[str, int]:

@@ -23,6 +23,7 @@ from zgraph.passes.analysis.axes import Axes, Axis
 from zgraph.passes.contract import graph_pass
 from zgraph.passes.spmd.choose_placements import FindWay, Goal
 from zgraph.passes.spmd.divide import divide_program
+from zgraph.passes.spmd.heads_of_ranks import WAYS
 from zgraph.passes.spmd.packed_ring import PACKED_RINGS, can_ring_packed, packed_ring_way
 from zgraph.passes.spmd.placements import Placements
 from zgraph.passes.spmd.ring import RINGS, ROWS, can_ring, is_causal, ring_way
@@ -66,9 +67,9 @@ def divide_context(program: Program, options: ContextOptions) -> dict[str, int]:
     batch = batch_axes(program, axes) - along
     folded = _folded(program, axes, along, program.mesh[options.dim])
     rings = _by_ring(program, axes, along, batch, folded, options)
-    ways: dict[object, FindWay] = {}
+    ways: dict[object, FindWay] = dict(WAYS)
     if rings:
-        ways = dict.fromkeys(RINGS, lambda placements, node: ring_way(placements, node, along))
+        ways |= dict.fromkeys(RINGS, lambda placements, node: ring_way(placements, node, along))
         ways |= dict.fromkeys(PACKED_RINGS, lambda placements, node: packed_ring_way(placements, node, along))
     placements = Placements(program, options.dim, axes, folded if rings else frozenset())
     return divide_program(placements, Goal(along=along, batch=batch, ways=ways))
@@ -119,7 +120,9 @@ def _by_ring(
             info(whole[0]).module or "(root)",
             options.dim,
             ranks,
-            "the plan says so" if whole[0] in able else "a mask, dropout or an odd length stand against a ring",
+            "the plan says so"
+            if whole[0] in able
+            else "a mask, a sparse layout, dropout or an odd length stand against a ring",
         )
     return ring
 

@@ -585,6 +585,8 @@ ATTENTION = {
 }
 
 
+_SPARSE = (SPARSE, SPARSE_BACKWARD, SPARSE_BACKWARD_WITH_MASK)
+
 IN_ROWS = ("documents", "order")  # operands with a number for each row of queries and keys, [batch, rows]
 
 # The label of the third dimension of their operands and results: the rows of queries, or those of keys.
@@ -602,26 +604,33 @@ _ROWS = {
 
 @_for(*ATTENTION)
 def _attention(b: _Builder) -> Rule | None:
-    """Return the rule of attention: sequences and heads are independent; heads have no label if keys have fewer than
-    queries. Rows can't be divided.
+    """Return the rule of attention: sequences and heads are independent. Where keys have fewer heads than queries, heads have no label, but in
+    sparse attention: a head of keys goes with its group of queries' heads. Rows can't be divided.
     """
     queries = b.shape(0)
     if len(queries) != 4:
         return None
-
-    def dims(shape: Sequence[int], rows: Label | None) -> Dims:
-        if len(shape) < 3 or shape[0] not in (1, queries[0]) or shape[1] not in (1, *heads):
-            return ((),) * len(shape)
-        row = rows if rows is not None and shape[2] == long[rows] else None  # (some sums are padded)
-        return b.dims(shape, ["b", "h" if alone else None, row, *([None] * (len(shape) - 3))])
-
     names = [a.name for a in b.node.target._schema.arguments]  # type: ignore[union-attr]
     arguments = [*zip(names, b.node.args, strict=False), *b.node.kwargs.items()]
     read = [name for name, arg in arguments if isinstance(arg, fx.Node)]
     rows = [_ROWS.get(name) for name in read]
     long = {label: b.shape(read.index(name))[2] for label, name in (("q", "query"), ("k", "key"))}
-    heads = {b.shape(read.index(name))[1] for name in ("query", "key")}
-    alone = len(heads) == 1
+    heads = [b.shape(read.index(name))[1] for name in ("query", "key")]
+    grouped = b.node.target in _SPARSE and heads[0] != heads[1]
+    alone = heads[0] == heads[1] or grouped
+
+    def dims(shape: Sequence[int], rows: Label | None) -> Dims:
+        if len(shape) < 3 or shape[0] not in (1, queries[0]) or shape[1] not in (1, *heads):
+            return ((),) * len(shape)
+        row = rows if rows is not None and shape[2] == long[rows] else None  # (some sums are padded)
+        labels = b.dims(shape, ["b", "h" if alone and not grouped else None, row, *([None] * (len(shape) - 3))])
+        if not grouped or shape[1] == 1:
+            return labels
+        of_heads = {"h": heads[1], "g": heads[0] // heads[1] if shape[1] == heads[0] else 1}
+        known = {label: size for label, size in of_heads.items() if size != 1}
+        b.sizes.update(known)
+        return (labels[0], tuple(known), *labels[2:])
+
     operands = [
         b.dims(b.shape(i), ["b", "q"]) if read[i] in IN_ROWS else dims(b.shape(i), rows[i]) for i in range(len(read))
     ]
@@ -631,12 +640,12 @@ def _attention(b: _Builder) -> Rule | None:
     backward = "grad_out" in names or "grad_out_" in names
     results = [dims(r, "k" if backward and i in (1, 2) else "q") for i, r in enumerate(shapes)]
     of_mask = 3 if b.node.target is SPARSE_BACKWARD_WITH_MASK else None  # (a sum over what the mask is one for)
-    own = [d for i, d in enumerate(results) if i != of_mask]
-    if any(not d[0] or (alone and not d[1]) for d in own if len(d) > 2) and 1 not in queries[:2]:
+    own = [(d, r) for i, (d, r) in enumerate(zip(results, shapes, strict=True)) if i != of_mask]
+    if any(not d[0] or (alone and not d[1] and r[1] != 1) for d, r in own if len(d) > 2) and 1 not in queries[:2]:
         return None
     # Results without a dimension of heads are lengths, a random state that is not drawn from, or empty.
     alike = [i for i, d in enumerate(results) if len(d) < 3 and i != of_mask]
-    return b.rule(operands, results, whole=[x for x in ("q", "k") if x in b.sizes], alike=alike)
+    return b.rule(operands, results, whole=[x for x in ("q", "k", "g") if x in b.sizes], alike=alike)
 
 
 # -- by index ---------------------------------------------------------------------------------------------------------

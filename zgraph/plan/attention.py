@@ -319,6 +319,30 @@ class MaskFunction(Sparsity, frozen=True):
         return True
 
 
+class PartOfHeads(Sparsity, frozen=True):
+    """The layouts of some heads one after another, of a sparsity whose heads differ: those that a rank computes. No plan has it."""
+
+    kind: Literal["part_of_heads"] = "part_of_heads"
+    whole: str = Field(description="the sparsity, as JSON")
+    first: Index = Field(description="the first of the heads")
+    heads: Count = Field(description="how many heads there are in all")
+
+    @property
+    def sparsity(self) -> Sparsity:
+        return sparsity_of(self.whole)
+
+    @property
+    def heads_differ(self) -> bool:
+        return True
+
+    @property
+    def of_positions(self) -> bool:
+        return self.sparsity.of_positions
+
+    def rows(self, blocks: int, head: int) -> Rows:
+        return self.sparsity.rows(blocks, self.first + head)
+
+
 # -- parts of layouts -------------------------------------------------------------------------------------------------
 def _windows(blocks: int, sizes: Sequence[int], *, one_way: bool) -> Rows:
     """Return windows side by side, whose rows see the window, or with `one_way` only its blocks up to themselves."""
@@ -471,4 +495,5 @@ AttentionTable = Annotated[dict[str, AnySparsity], AfterValidator(Attention)]
 @functools.lru_cache(maxsize=256)  # (operators ask at each call)
 def sparsity_of(text: str) -> Sparsity:
     """Return the sparsity that `model_dump_json` has written as `text`."""
-    return _KINDS[json.loads(text)["kind"]].model_validate_json(text)
+    kind = json.loads(text)["kind"]
+    return (PartOfHeads if kind == "part_of_heads" else _KINDS[kind]).model_validate_json(text)

@@ -473,17 +473,19 @@ CONFLICTS = (
     ),
     Conflict(
         "attention",
-        lambda plan: bool(plan.attention) and _ranks(plan, "cp") != 1,
-        "attention is sparse, and mesh.cp divides the sequence",
+        lambda plan: bool(plan.attention) and _ranks(plan, "cp") != 1 and plan.context_attention == "ring",
+        "attention is sparse, and context_attention is a ring",
         why="a ring of ranks would send keys that no block sees",
-        hint='leave "cp" out of the mesh; sparse attention takes long sequences on one rank',
+        hint='context_attention="heads": each rank computes whole sequences for its part of the heads',
     ),
     Conflict(
         "attention",
-        lambda plan: _ranks(plan, "tp") != 1 and any(s.heads_differ for s in plan.attention.values()),
-        "heads have different layouts of attention, and mesh.tp divides the heads",
-        why="ranks run one program, and a layout is a part of it",
-        hint='give all heads one layout (different_layout_per_head=False); or leave "tp" out of the mesh',
+        lambda plan: (
+            all(_ranks(plan, dim) != 1 for dim in ("tp", "cp")) and any(s.heads_differ for s in plan.attention.values())
+        ),
+        "heads have different layouts of attention, and both mesh.tp and mesh.cp divide the heads",
+        why="a rank finds its heads by its place in one dimension of the mesh",
+        hint='give all heads one layout (different_layout_per_head=False); or leave "tp" or "cp" out of the mesh',
     ),
     *(_only_with("cp", field, "a sequence") for field in ("sequence_dim", "context_attention")),
 )

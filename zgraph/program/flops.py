@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from zgraph.program.attention_of_heads import OF_HEADS
 from zgraph.program.node import value
 from zgraph.program.sparse_attention import SPARSE, SPARSE_BACKWARD, SPARSE_BACKWARD_WITH_MASK, counted_blocks, longest
 
@@ -36,6 +37,18 @@ def _sparse_attention_backward(grad_out: Any, query: Any, key: Any, values: Any,
     return _share(query, rest[-1], _attention_backward(grad_out, query, key, values))
 
 
+def _of_heads(formula: Callable[..., Any], query_at: int) -> Callable[..., Any]:
+    """Return the operations of sparse attention of a rank's part of the heads: its part of those of all."""
+
+    def of_part(*given: Any, **options: Any) -> Any:
+        *shapes, layout, _, ranks = given
+        rows, heads, *rest = shapes[query_at]
+        shapes[query_at] = (rows, heads * ranks, *rest)
+        return formula(*shapes, layout) // ranks
+
+    return of_part
+
+
 def _share(query: Any, layout: str, whole: Any) -> Any:
     """Return the operations of the blocks of a layout; a symbolic length has the share of a long one."""
     typical = (1, longest(layout, _LONG))
@@ -58,6 +71,9 @@ BEYOND_TORCH: dict[Any, Callable[..., Any]] = {
     SPARSE.overloadpacket: _sparse_attention,
     SPARSE_BACKWARD.overloadpacket: _sparse_attention_backward,
     SPARSE_BACKWARD_WITH_MASK.overloadpacket: _sparse_attention_backward,
+    OF_HEADS[SPARSE].overloadpacket: _of_heads(_sparse_attention, 0),
+    OF_HEADS[SPARSE_BACKWARD].overloadpacket: _of_heads(_sparse_attention_backward, 1),
+    OF_HEADS[SPARSE_BACKWARD_WITH_MASK].overloadpacket: _of_heads(_sparse_attention_backward, 1),
 }
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from zgraph.errors import PlanError, UnsupportedError
-from zgraph.plan.attention import BlockLayout, MaskFunction, SlidingWindow, Sparsity, sparsity_of
+from zgraph.plan.attention import BlockLayout, MaskFunction, PartOfHeads, SlidingWindow, Sparsity, sparsity_of
 from zgraph.plan.user_functions import load_named
 from zgraph.program.cpu_attention import BACKWARD, FORWARD, like_backward, like_forward
 from zgraph.program.ops import library
@@ -51,6 +51,9 @@ def block_rows(layout: str, heads: int, length: int) -> tuple[tuple[tuple[int, .
     """Return, for one head (if all are alike) or for each, the blocks of keys that each block of queries sees."""
     sparsity = sparsity_of(layout)
     blocks = -(-length // sparsity.block)
+    if isinstance(sparsity, PartOfHeads):
+        rows = block_rows(sparsity.whole, sparsity.heads, length)
+        return rows if len(rows) == 1 else rows[sparsity.first : sparsity.first + heads]
     if isinstance(sparsity, MaskFunction):
         return _rows_of_function(sparsity, heads, length)
     if isinstance(sparsity, BlockLayout) and len(sparsity.layout) not in (1, heads):
@@ -97,6 +100,8 @@ def _is_of_all_heads(sparsity: MaskFunction, heads: int, length: int) -> bool:
 def shown_by(sparsity: Sparsity, heads: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
     """Return what a sparsity of positions shows, [heads, queries, keys]. Raises `PlanError` for a mask function that fails, or gives
     something else."""
+    if isinstance(sparsity, PartOfHeads):
+        return shown_by(sparsity.sparsity, heads + sparsity.first, queries, keys)
     if isinstance(sparsity, SlidingWindow):
         distances = queries.view(-1, 1) - keys
         shown = (distances < sparsity.window) & (distances >= -sparsity.ahead)
@@ -397,9 +402,14 @@ def _like_backward_with_mask(
 library.impl("sparse_attention", _forward, "CPU")
 library.impl("sparse_attention_backward", _backward, "CPU")
 library.impl("sparse_attention_backward_with_mask", _backward_with_mask, "CPU")
-torch.library.register_fake("zgraph::sparse_attention", like_forward, lib=library)
-torch.library.register_fake("zgraph::sparse_attention_backward", like_backward, lib=library)
-torch.library.register_fake("zgraph::sparse_attention_backward_with_mask", _like_backward_with_mask, lib=library)
+fakes: dict[Any, Callable[..., tuple[Tensor, ...]]] = {
+    SPARSE: like_forward,
+    SPARSE_BACKWARD: like_backward,
+    SPARSE_BACKWARD_WITH_MASK: _like_backward_with_mask,
+}
+"""The fake implementation of each operator."""
+for _target, _fake in fakes.items():
+    torch.library.register_fake(_target._schema.name, _fake, lib=library)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -508,6 +518,7 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
 
 def _refuse_changed(sparsity: Sparsity) -> None:
     """Raise `PlanError` for a mask function that is not what the program was compiled with: cached layouts are those of then."""
+    sparsity = sparsity.sparsity if isinstance(sparsity, PartOfHeads) else sparsity
     if isinstance(sparsity, MaskFunction) and sparsity.code and _digest_of(sparsity) != sparsity.code:
         raise PlanError(
             f"the mask function {sparsity.function!r} has changed since the model was compiled",

@@ -185,6 +185,7 @@ def test_a_learned_bias_of_all_rows_has_a_gradient_of_its_own_size():
 PLANS: dict[str, dict[str, Any]] = {
     "zero 3": {},
     "tensor parallel": {"mesh": {"tp": 2}},
+    "context parallel": {"mesh": {"cp": 2}},
     "pipeline": {"mesh": {"pp": 2}, "micro_batches": 2},
     "recomputed": {"recompute": "full"},
     "half precision": {"precision": "bf16"},
@@ -249,6 +250,7 @@ def two_ranks(backend: str, mesh: dict[str, int]) -> float:
     ("backend", "mesh"),
     [
         ("eager", {"dp": 2}),
+        ("eager", {"cp": 2}),
         pytest.param("inductor", {"dp": 2}, marks=pytest.mark.slow),
         pytest.param("inductor", {"tp": 2}, marks=pytest.mark.slow),
     ],
