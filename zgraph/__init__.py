@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from zgraph.api.full_state_dict import full_state_dict
     from zgraph.api.full_weights import full_weights
     from zgraph.api.load_pretrained import load_pretrained
+    from zgraph.api.sparse_attention import sparse_attention
     from zgraph.api.stream_weights import stream_weights
     from zgraph.api.verify import verify
     from zgraph.build.planned_step import programs
@@ -70,7 +71,6 @@ if TYPE_CHECKING:
     from zgraph.plan.precision import Precision
     from zgraph.plan.shapes import Size
     from zgraph.plan.watchdog import Watch
-    from zgraph.program.sparse_attention import sparse_attention
 
 __all__ = [
     "EMA",
@@ -179,7 +179,7 @@ _LAZY = {
     "full_weights": "zgraph.api.full_weights",
     "load_pretrained": "zgraph.api.load_pretrained",
     "programs": "zgraph.build.planned_step",
-    "sparse_attention": "zgraph.program.sparse_attention",
+    "sparse_attention": "zgraph.api.sparse_attention",
     "stream_weights": "zgraph.api.stream_weights",
     "verify": "zgraph.api.verify",
     **dict.fromkeys(_OPTIMIZERS, "zgraph.plan.optimizers"),

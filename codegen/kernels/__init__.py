@@ -1,18 +1,23 @@
 """Triton kernels for zgraph's own operators on CUDA devices; on other devices these run as torch's operators.
 
 Where Triton is not installed, and for formats that the kernels do not serve (see `served`), CUDA devices run torch's
-operators as well.
+operators as well. Sparse attention has no such operators: what its kernels do not serve is refused.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from zgraph.errors import UnsupportedError
+from zgraph.plan.attention import sparsity_of
 from zgraph.program import block_quantization
+from zgraph.program.attention_calls import WIDEST, unserved
+from zgraph.program.sparse_attention import refuse_changed
 
 MOST_BLOCK = 16384  # elements that one program of a kernel holds at once
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -54,7 +59,46 @@ def _mean_of_blocks(sent: Tensor, format: str, block: int, parts: int, shape: li
     return quantized_blocks.mean(sent, format, block, parts, shape, dtype)
 
 
+def refuse_attention(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Raise `UnsupportedError` for tensors that the kernels of sparse attention do not serve."""
+    what = unserved(query, key, value) if _has_triton() else "attention without Triton"
+    if what is not None:
+        raise UnsupportedError(
+            f"sparse {what} on {query.device.type}",
+            why=f"the kernels are Triton's, for float32, bfloat16 and float16, heads of at most {WIDEST} numbers, and keys and values of the "
+            "queries' length and width, whose number of heads divides that of the queries",
+            hint="whole attention: leave this module out of the plan's attention",
+        )
+
+
+def _sparse_attention(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    refuse_attention(query, key, value)
+    refuse_changed(sparsity_of(options[-1]))
+    from zgraph.codegen.kernels import block_sparse_attention
+
+    return block_sparse_attention.forward(query, key, value, *options)
+
+
+def _sparse_attention_backward(grad_out: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    refuse_attention(*arguments[:3])
+    refuse_changed(sparsity_of(arguments[-1]))
+    from zgraph.codegen.kernels import block_sparse_attention
+
+    return block_sparse_attention.backward(grad_out, *arguments)
+
+
+def _refuse_gradient_of_mask(grad_out: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    raise UnsupportedError(
+        f"sparse attention with a mask that has a gradient on {grad_out.device.type}",
+        why="its kernels give none",
+        hint="mask.detach(), if it is not learned; else leave this module out of the plan's attention",
+    )
+
+
 library = torch.library.Library("zgraph", "IMPL")
 library.impl("to_blocks", _to_blocks, "CUDA")
 library.impl("from_blocks", _from_blocks, "CUDA")
 library.impl("mean_of_blocks", _mean_of_blocks, "CUDA")
+library.impl("sparse_attention", _sparse_attention, "CUDA")
+library.impl("sparse_attention_backward", _sparse_attention_backward, "CUDA")
+library.impl("sparse_attention_backward_with_mask", _refuse_gradient_of_mask, "CUDA")

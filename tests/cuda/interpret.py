@@ -46,6 +46,19 @@ def round_to_nearest() -> None:
     )
 
 
+def widen_products() -> None:
+    """The interpreter multiplies the bits of bfloat16 numbers as whole numbers; a GPU multiplies the numbers."""
+    multiply = InterpreterBuilder.create_dot
+
+    def wide(x: Any) -> Any:
+        if x.dtype.scalar != tl.bfloat16:
+            return x
+        values = (x.data.astype(np.uint32) << 16).view(np.float32)
+        return TensorHandle(values, tl.float32)
+
+    InterpreterBuilder.create_dot = lambda self, a, b, d, *options: multiply(self, wide(a), wide(b), d, *options)
+
+
 def _libdevice() -> None:
     """The interpreter has no libdevice: torch's own functions stand in."""
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zgraph.errors import PlanError, UnsupportedError
+from zgraph.errors import PlanError
 from zgraph.plan.attention import BlockLayout, MaskFunction, PartOfHeads, SlidingWindow, Sparsity, sparsity_of
 from zgraph.plan.user_functions import load_named
 from zgraph.program.cpu_attention import BACKWARD, FORWARD, like_backward, like_forward
@@ -284,7 +284,7 @@ def _forward(
     out.zero_()
     sums.zero_()
     sparsity = sparsity_of(layout)
-    _refuse_changed(sparsity)
+    refuse_changed(sparsity)
     for piece in _pieces(layout, query.shape[1], query.shape[2], is_causal):
         parts = _Parts(piece, query, key)
         mask = parts.mask(sparsity, attn_mask, is_causal, query)
@@ -312,7 +312,7 @@ def _backward(
     dtype = torch.promote_types(query.dtype, torch.float32)
     summed = [torch.zeros_like(x, dtype=dtype) for x in (grad_key, grad_value)]
     sparsity = sparsity_of(layout)
-    _refuse_changed(sparsity)
+    refuse_changed(sparsity)
     for piece in _pieces(layout, query.shape[1], query.shape[2], is_causal):
         parts = _Parts(piece, query, key)
         mask = parts.mask(sparsity, attn_mask, is_causal, query)
@@ -350,7 +350,7 @@ def _backward_with_mask(
     of_query, of_key, of_value = (torch.zeros_like(x, dtype=dtype) for x in results)
     of_mask = torch.zeros(attn_mask.shape, dtype=dtype)
     sparsity = sparsity_of(layout)
-    _refuse_changed(sparsity)
+    refuse_changed(sparsity)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     for piece in _pieces(layout, query.shape[1], query.shape[2], is_causal):
         parts = _Parts(piece, query, key)
@@ -430,35 +430,6 @@ def _differentiate(context: Any, grad_out: Tensor, _: Any) -> tuple[Tensor | Non
 torch.library.register_autograd("zgraph::sparse_attention", _differentiate, setup_context=_save, lib=library)
 
 
-def sparse_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sparsity: Sparsity,
-    *,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-) -> Tensor:
-    """Return attention [rows, heads, length, width] that computes only the blocks of a sparsity, in any model on a CPU.
-
-    Keys and values may have fewer heads, which divide the queries'. `attn_mask` (booleans that are true where a query sees a key, or numbers
-    that are added to the scores) and `is_causal` hide keys besides; a query that sees no key has output 0. `scale` is that of the scores, by
-    default 1 / sqrt(width). A mask that requires a gradient gets one. A compiled model has the same operator in its program. Raises
-    `UnsupportedError` on other devices, `PlanError` for a layout or a mask function that does not fit.
-    """
-    if query.device.type != "cpu":
-        raise UnsupportedError(
-            f"sparse attention on {query.device.type}",
-            why="there is a kernel for CPUs alone",
-            hint="scaled_dot_product_attention with a mask",
-        )
-    if attn_mask is not None and attn_mask.dtype is torch.bool:
-        attn_mask = torch.zeros(attn_mask.shape, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
-    out: Tensor = SPARSE(query, key, value, attn_mask, is_causal, scale, layout_text(sparsity))[0]
-    return out
-
-
 @torch.compiler.assume_constant_result
 def layout_text(sparsity: Sparsity) -> str:
     """Return a sparsity as the operator takes it. A mask function is called once, so that one that fails does so before anything runs, and
@@ -516,7 +487,7 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _codes(constant)
 
 
-def _refuse_changed(sparsity: Sparsity) -> None:
+def refuse_changed(sparsity: Sparsity) -> None:
     """Raise `PlanError` for a mask function that is not what the program was compiled with: cached layouts are those of then."""
     sparsity = sparsity.sparsity if isinstance(sparsity, PartOfHeads) else sparsity
     if isinstance(sparsity, MaskFunction) and sparsity.code and _digest_of(sparsity) != sparsity.code:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import zgraph.codegen  # noqa: F401 (registers the kernels of CUDA devices)
 from zgraph.deepspeed.ops.arguments import by_name
 from zgraph.errors import ModelError, PlanError, SignatureError, UnsupportedError
 from zgraph.plan.attention import BigBird, BlockLayout, Dense, Fixed, LocalWindow, Longformer, Sparsity, Variable
