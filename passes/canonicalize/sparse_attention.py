@@ -1,33 +1,39 @@
 """Attention by a plan's sparsity: blocks of queries see blocks of keys, and what a layout leaves out is not computed.
 
-*Contract.* The pass looks at the CPU's attention operators whose module, or a module around it, a pattern of the plan matches (the first that
-does counts), and at attention that is written out there as products and a softmax (`written_attention`). Forward and backward become one
-operator each (`zgraph.program.sparse_attention`), with the layout as an argument; the mask that the model has itself holds besides. It changes
-what the model computes, as it is asked to; every other pass keeps that. Attention that it can't take is an error: with dropout, on other
-sequences than its own, written out in another form.
+*Contract.* The pass looks at torch's attention operators, of CPUs and of accelerators, whose module, or a module around it, a pattern of the plan
+matches (the first that does counts), and on CPUs at attention that is written out there as products and a softmax (`written_attention`). Forward
+and backward become one operator each (`zgraph.program.sparse_attention`), with the layout as an argument; the mask that the model has itself
+holds besides. It changes what the model computes, as it is asked to; every other pass keeps that. Attention that it can't take is an error: with
+dropout, on other sequences than its own, written out in another form.
 """
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
 from zgraph.errors import PlanError
 from zgraph.names import did_you_mean, matches
 from zgraph.passes.canonicalize import written_attention
 from zgraph.passes.contract import graph_pass
 from zgraph.plan.attention import Dense, Sparsity, pattern_of
-from zgraph.program.cpu_attention import BACKWARD, FORWARD, TENSORS
+from zgraph.program import attention_calls
+from zgraph.program.attention_calls import FORWARDS, AttentionCall
 from zgraph.program.node import Phase, info, tensor
 from zgraph.program.program import Fact, InputRole, OutputRole, Program
 from zgraph.program.sparse_attention import SPARSE, SPARSE_BACKWARD, layout_text
 from zgraph.torch_compat.symbols import expression
 
+aten = torch.ops.aten
+
 _SOFTMAX = ("aten._softmax.default", "aten._safe_softmax.default")
-_SPARSE = {FORWARD: SPARSE, BACKWARD: SPARSE_BACKWARD}
+_DEVICES = ("cpu", "cuda", "meta")  # (a model on the meta device is captured for any)
 
 
 @dataclass(frozen=True)
@@ -49,16 +55,15 @@ def sparse_attention(program: Program, options: SparseOptions) -> dict[str, int]
     layouts = {pattern: layout_text(sparsity) for pattern, sparsity in options.attention}
     count = _take_written(program, sparsities, layouts)
     _check_patterns(program, options)
-    for node in list(program.nodes):
-        if node.target not in _SPARSE:
-            continue
-        forward = node if node.target is FORWARD else forward_of(node)
+    for node in reversed(program.nodes):
+        call = attention_calls.read(node)
+        forward = node if call is not None and call.is_forward else forward_of(node)
         pattern = pattern_of(layouts, program.modules_around(forward)) if forward is not None else None
-        if pattern is None or isinstance(sparsities[pattern], Dense):
+        if call is None or pattern is None or isinstance(sparsities[pattern], Dense):
             continue
-        _refuse(node, pattern)
-        attention = replace_by_sparse(program, node, node.kwargs.get("attn_mask"), layouts[pattern])
-        count += info(attention).phase is Phase.FORWARD
+        _refuse(node, call, pattern)
+        count += info(node).phase is Phase.FORWARD and call.is_forward
+        replace_by_sparse(program, node, call.attn_mask, layouts[pattern])
     return {"attentions": count}
 
 
@@ -94,7 +99,7 @@ def _check_patterns(program: Program, options: SparseOptions) -> None:
     """Raise `PlanError` for a pattern that matches no attention in a whole model's program, and for attention that it matches and that is
     still computed as a softmax. (A stage of a model may lack what others have.)"""
     whole = [weights for weights, _ in written_attention.softmaxes(program)]
-    attentions = [n for n in program.graph.nodes if n.target in (FORWARD, SPARSE) or n in whole]
+    attentions = [n for n in program.graph.nodes if n.target in FORWARDS or n.target is SPARSE or n in whole]
     paths = dict.fromkeys(path for n in attentions for path in program.modules_around(n) or [""])
     of_model = dict.fromkeys(path for n in program.nodes for path in program.modules_around(n) or [""])
     staged = any(p.role in (InputRole.RECEIVED, OutputRole.SENT) for p in (*program.inputs, *program.outputs))
@@ -114,8 +119,8 @@ def _unmatched(pattern: str, attentions: list[str], modules: list[str]) -> PlanE
         return PlanError(what, where=where, hint=f"the modules with attention: {', '.join(attentions[:4])}")
     if not matches(modules or [""], [pattern]):
         return PlanError(what, where=where, hint=did_you_mean(pattern, modules))
-    why = "in what it matches nothing calls torch's scaled_dot_product_attention on a CPU"
-    return PlanError(what, where=where, why=why, hint="call it there; there is no kernel for other devices yet")
+    why = "in what it matches nothing calls torch's scaled_dot_product_attention on a CPU or a CUDA device"
+    return PlanError(what, where=where, why=why, hint="call it there; there are no kernels for other devices")
 
 
 def _written_out(program: Program, options: SparseOptions, pattern: str) -> fx.Node | None:
@@ -131,42 +136,94 @@ def _written_out(program: Program, options: SparseOptions, pattern: str) -> fx.N
     return None
 
 
-def replace_by_sparse(program: Program, node: fx.Node, mask: object, layout: str) -> fx.Node:
-    """Put the operator with a layout in the place of torch's, forward or backward, with this mask; return it."""
-    tensors, target = TENSORS[node.target], _SPARSE[node.target]  # type: ignore[index]
-    is_causal = len(node.args) > tensors + 1 and bool(node.args[tensors + 1])
-    args = (*node.args[:tensors], mask, is_causal, node.kwargs.get("scale"), layout)
+def replace_by_sparse(program: Program, node: fx.Node, mask: object, layout: str) -> None:
+    """Put the operator with a layout in the place of torch's, forward or backward, with this mask; a backward before its forward. Raises
+    `PlanError` where more than its output, or the gradients, is read."""
+    call = attention_calls.read(node)
+    assert call is not None
+    target = SPARSE if call.is_forward else SPARSE_BACKWARD
     with program.graph.inserting_before(node):
+        args = (*call.operands, mask, call.is_causal, call.scale, layout)
         attention = program.call(target, args, info(node), name=target.__name__.split(".")[0])
-    node.replace_all_uses_with(attention)
+    results = attention.meta["val"]
+    for reader in list(node.users):
+        at: Any = reader.args[1]
+        if not reader.users:
+            program.graph.erase_node(reader)
+        elif at >= len(results) or (
+            call.is_forward and at and any(u.target is not SPARSE_BACKWARD for u in reader.users)
+        ):
+            what = f"attention of which more is read than its output ({reader.name}) can't be sparse"
+            raise PlanError(what, where=f"attention ({info(node).source})", hint="leave this module out of the pattern")
+        else:
+            order = None if call.is_forward and at else _order_of(reader.meta["val"])
+            reader.args, reader.meta["val"] = (attention, at), results[at]
+            if order is not None and order != _order_of(results[at]):
+                _reorder(program, reader, order)
     program.graph.erase_node(node)
-    return attention
+
+
+def _order_of(value: Tensor) -> tuple[int, ...] | None:
+    """Return the dimensions of a tensor without holes in the order of memory; None for one with holes."""
+    shape, strides = ([expression(size) for size in sizes] for sizes in (value.shape, value.stride()))
+    for order in itertools.permutations(range(value.dim())):
+        expected: Any = 1
+        for dim in reversed(order):
+            if strides[dim] != expected:
+                break
+            expected = expected * shape[dim]
+        else:
+            return order
+    return None
+
+
+def _reorder(program: Program, node: fx.Node, order: tuple[int, ...]) -> None:
+    """Let the readers of a node read it in another order of memory, which they were captured for."""
+    readers = list(node.users)
+    back = [order.index(dim) for dim in range(len(order))]
+    with program.graph.inserting_before(node.next):
+        moved = program.call(aten.permute.default, (node, list(order)), info(node), name=f"{node.name}_moved")
+        whole = {"memory_format": torch.contiguous_format}
+        dense = program.call(aten.clone.default, (moved,), info(node), name=f"{node.name}_dense", kwargs=whole)
+        ordered = program.call(aten.permute.default, (dense, back), info(node), name=f"{node.name}_ordered")
+    for reader in readers:
+        reader.replace_input_with(node, ordered)
 
 
 def forward_of(backward: fx.Node) -> fx.Node | None:
     """Return the attention that a backward operator belongs to, which made its `logsumexp`; None for another node."""
-    source = backward.args[5] if backward.target is BACKWARD else None
+    call = attention_calls.read(backward)
+    if call is None or call.is_forward:
+        return None
+    source = call.operands[-1]
     if isinstance(source, fx.Node) and source.target is operator.getitem:
         source = source.args[0]
-    return source if isinstance(source, fx.Node) and source.target in (FORWARD, SPARSE) else None
+    return source if isinstance(source, fx.Node) and source.target in FORWARDS else None
 
 
-def _refuse(node: fx.Node, pattern: str) -> None:
-    for what, why, hint in _obstacles(node):
+def _refuse(node: fx.Node, call: AttentionCall, pattern: str) -> None:
+    for what, why, hint in _obstacles(node, call):
         raise PlanError(
             f"{what} can't be sparse", where=f"attention.{pattern} ({info(node).source})", why=why, hint=hint
         )
 
 
-def _obstacles(node: fx.Node) -> Iterator[tuple[str, str, str]]:
-    tensors = TENSORS[node.target]  # type: ignore[index]
-    first = 0 if node.target is FORWARD else 1
-    queries, keys = (expression(tensor(node.args[at]).shape[2]) for at in (first, first + 1))  # type: ignore[arg-type]
-    if len(node.args) > tensors and node.args[tensors]:
+def _obstacles(node: fx.Node, call: AttentionCall) -> Iterator[tuple[str, str, str]]:
+    leave = "leave this module out of the pattern"
+    query, key, value = (tensor(operand) for operand in call.inputs)
+    queries, keys = expression(query.shape[2]), expression(key.shape[2])
+    if call.dropout:
         yield "attention with dropout", "its random numbers are drawn for all keys", "set the dropout of attention to 0"
     if queries != keys:
+        why = "layouts are squares: queries and keys are positions of one sequence"
+        yield f"attention of {queries} queries with {keys} keys", why, leave
+    if query.device.type not in _DEVICES:
+        yield f"attention on {query.device.type}", "there are kernels for CPUs and CUDA devices alone", leave
+    if query.device.type == "cuda" and (what := attention_calls.unserved(query, key, value)) is not None:
+        yield what, "the kernels of CUDA devices do not serve it", leave
+    if not call.is_forward and any(u.args[1] == 3 and u.users for u in node.users if u.target is operator.getitem):
         yield (
-            f"attention of {queries} queries with {keys} keys",
-            "layouts are squares: queries and keys are positions of one sequence",
-            "leave this module out of the pattern",
+            "attention with a mask that has a gradient",
+            "the kernels give none",
+            "mask.detach(), if it is not learned",
         )
