@@ -6,7 +6,8 @@ steps in float32 (against AdamW), with all that can be in the host's memory, and
 an overflow is skipped), checkpoints
 saved beside steps, a step that is not finite, and in bfloat16 the time and peak memory of a step, with activations in the host's
 memory too, against plain PyTorch and `torch.compile`. The update of 100 M parameters in 3 and in 300 tensors
-against torch's fused and foreach AdamW, as a share of the copy bandwidth of the same run.
+against torch's fused and foreach AdamW, as a share of the copy bandwidth of the same run. Sparse attention (`gpu_attention.py`): each width and
+dtype of its kernels beside whole attention with a mask in float64, and its time beside whole attention's.
 
 What does not fit: activations in the host's memory hidden behind computing; the update of states there, on the host and on the device, beside
 the time that its bytes take over the host's link in the same run; and under a bound on the allocator a model whose weights, gradients and
@@ -47,6 +48,7 @@ from typing import Any
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # (else its sums are not the same each time)
 
+import gpu_attention
 import torch
 import torch.distributed as dist
 from gpu_models import CASES, ON_CUDA, Compared, difference, gradients
@@ -57,7 +59,7 @@ from torch import nn
 import zgraph
 
 RESULTS = Path(__file__).parent / "results"
-PARTS = ("numbers", "models", "steps", "checkpoints", "updates", "times", "fit", "link")
+PARTS = ("numbers", "models", "steps", "checkpoints", "updates", "times", "attention", "fit", "link")
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ class Results:
     checks: list[tuple[str, str, str]] = field(default_factory=list)
     times: list[tuple[str, str, str, str]] = field(default_factory=list)
     updates: list[tuple[str, str, str, str]] = field(default_factory=list)
+    attention: list[tuple[str, ...]] = field(default_factory=list)
     fit: list[tuple[str, str, str, str]] = field(default_factory=list)
     kernels: list[str] = field(default_factory=list)
     overlap: list[tuple[str, ...]] = field(default_factory=list)
@@ -635,6 +638,11 @@ def render(results: Results, device: torch.device, check: Size, timed: Size, set
                 results.updates,
             ),
             *table(
+                "Attention forward and backward, causal, 2 rows of 16 heads of width 64 in bfloat16: whole, and of the tiles of a layout.",
+                ("", "tiles", "time", "peak memory", "TFLOP/s of what is shown"),
+                results.attention,
+            ),
+            *table(
                 "What does not fit: whole steps and updates with the host's memory, over its link.",
                 ("", "time", "peak memory of the device", ""),
                 results.fit,
@@ -751,6 +759,9 @@ def main() -> int:
     if "times" in args.only:
         with results.attempt("times"):
             measure_steps(results, timed, device, args.skip)
+    if "attention" in args.only:
+        gpu_attention.check_all(results, device, 130 if args.quick else 1000)
+        gpu_attention.measure_all(results, device, (256,) if args.quick else (8192, 32768), timed.repeat)
     if "fit" in args.only:
         quick = args.quick or device.type != "cuda"
         with results.attempt("hidden activations"):

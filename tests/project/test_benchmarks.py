@@ -36,7 +36,7 @@ def test_gpu_benchmark_has_a_dry_run_on_cpu(tmp_path: Path) -> None:
     text = run(
         str(BENCHMARKS / "gpu.py"),
         *("--device", "cpu", "--quick", "--skip", "torch.compile", "--output", str(file)),
-        *("--only", "numbers", "steps", "checkpoints", "updates", "times", "fit"),
+        *("--only", "numbers", "steps", "checkpoints", "updates", "times", "attention", "fit"),
     )
     written = file.read_text()
     assert written.strip() in text
@@ -48,6 +48,8 @@ def test_gpu_benchmark_has_a_dry_run_on_cpu(tmp_path: Path) -> None:
     assert "in the host's memory, updated on the host, backend inductor | ok | " in written
     assert "| a model of ten times the memory trains | ok | " in written and "| update on the device | " in written
     assert "| 300 tensors, zgraph |" in written
+    assert "| sparse attention, function, heads of 256, torch.bfloat16 | ok | at most " in written
+    assert "| 256, BigBird, blocks of 16 | 10 of 16 | " in written
     assert "zgraph, inductor" in written and "fused kernels in" in written
 
 
