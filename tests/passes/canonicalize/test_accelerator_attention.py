@@ -181,5 +181,5 @@ def test_attention_whose_sums_are_read_elsewhere_is_refused() -> None:
 
     torch.manual_seed(0)
     program = captured(Sums("flash"), inputs())
-    with pytest.raises(PlanError, match="whose results are read besides its output"):
+    with pytest.raises(PlanError, match="of which more is read than its output"):
         run(copy.copy(program))
