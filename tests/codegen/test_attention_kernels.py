@@ -16,6 +16,7 @@ import torch
 import zgraph
 from zgraph.codegen.kernels import attention_tiles, refuse_attention
 from zgraph.errors import UnsupportedError
+from zgraph.plan.attention import PartOfHeads
 from zgraph.verification.masked_attention import layout_mask
 
 HERE = Path(__file__).parents[1] / "cuda"
@@ -60,6 +61,19 @@ LAYOUTS = {
     "longformer": zgraph.Longformer(block=128),
     "empty": zgraph.BlockLayout(block=64, layout=["10000", "00000", "00010", "00011", "11111"]),
     "function": zgraph.MaskFunction(function=f"{__name__}:function_of_heads", block=32),
+    "window of positions": zgraph.SlidingWindow(block=32, window=45, ahead=3),
+    "heads of a rank": PartOfHeads(
+        block=16,
+        whole=zgraph.BigBird(block=16, different_layout_per_head=True).model_dump_json(),
+        first=HEADS,
+        heads=2 * HEADS,
+    ),
+    "functions of a rank's heads": PartOfHeads(
+        block=32,
+        whole=zgraph.MaskFunction(function=f"{__name__}:function_of_heads", block=32).model_dump_json(),
+        first=HEADS,
+        heads=2 * HEADS,
+    ),
 }
 
 

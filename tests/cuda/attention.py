@@ -42,7 +42,9 @@ def documents(batch, head, query, key):
 def layout(draw: random.Random, heads: int, length: int) -> Any:
     block, apart = draw.choice([8, 16, 32, 64, 128]), draw.random() < 0.5
     direction = draw.choice(["unidirectional", "bidirectional"])
-    kind = draw.choice(["fixed", "bigbird", "longformer", "window", "own", "own", "nearby", "documents", "dense"])
+    kind = draw.choice(
+        ["fixed", "bigbird", "longformer", "window", "own", "own", "nearby", "documents", "dense", "positions"]
+    )
     if kind == "own":  # rows and columns of blocks may be empty
         blocks, share = -(-length // block), draw.choice([0.1, 0.5, 0.9])
         square = lambda: [[draw.random() < share for _ in range(blocks)] for _ in range(blocks)]  # noqa: E731
@@ -55,6 +57,7 @@ def layout(draw: random.Random, heads: int, length: int) -> Any:
         "nearby": lambda: zgraph.MaskFunction(function=f"{__name__}:nearby", block=block),
         "documents": lambda: zgraph.MaskFunction(function=f"{__name__}:documents", block=block),
         "dense": lambda: zgraph.Dense(block=block),
+        "positions": lambda: zgraph.SlidingWindow(block=block, window=draw.randint(1, 90), ahead=draw.choice([0, 5])),
     }[kind]()
 
 
