@@ -215,7 +215,7 @@ def sizes_for(width: int, dtype: torch.dtype) -> dict[str, int]:
     """Return what kernels for heads of a width are compiled with: the numbers of a row, the side of a tile, warps and stages."""
     wide = triton.next_power_of_2(max(width, 16))
     if dtype is torch.float32:
-        return {"DIM": wide, "TILE": 32 if wide > 64 else 64, "num_warps": 8 if wide > 128 else 4, "num_stages": 1}
+        return {"DIM": wide, "TILE": 32, "num_warps": 8 if wide > 128 else 4, "num_stages": 1}
     return {"DIM": wide, "TILE": 64, "num_warps": 8 if wide > 128 else 4, "num_stages": 2}
 
 
