@@ -34,7 +34,7 @@ PYTEST := --numprocesses auto --dist loadfile --no-loadscope-reorder
 # Tests start a hundred processes, each of which would compile all sources where Python is told to keep nothing of that.
 TESTS := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1
 SMOKE := $(foreach name,plan optimizers schedules loss_scaling stage_schedules program_json program_text digest \
-	cache_key storages version_counters sharding_rules known_masks verifier passes bucket simulator virtual verify_models update_programs train_step \
+	call_signature storages version_counters sharding_rules known_masks verifier passes bucket simulator virtual verify_models update_programs train_step \
 	nonfinite files checkpoint checkpoint_values checkpoint_manifest compile asserts errors deepspeed repro sweeps shards floors beliefs,\
 	$(or $(wildcard tests/*/test_$(name).py tests/passes/*/test_$(name).py),$(error there is no tests/*/test_$(name).py)))
 

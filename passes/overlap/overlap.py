@@ -42,7 +42,7 @@ from zgraph.passes.analysis.parameter_collectives import largest_layer
 from zgraph.passes.analysis.timeline import COMPUTE, LINK, Timeline
 from zgraph.passes.contract import graph_pass
 from zgraph.passes.overlap.follow_order import FollowedOrder, Start, follow_order
-from zgraph.passes.overlap.memory_bounds import BoundedMemory, Bounds
+from zgraph.passes.overlap.memory_caps import BoundedMemory, Bounds
 from zgraph.passes.overlap.robust_schedule import SPEEDS, CandidateSchedule, Event, least_regret
 from zgraph.passes.overlap.scheduling_problem import Bucket, SchedulingProblem
 from zgraph.program.node import Phase, Role, info, set_info

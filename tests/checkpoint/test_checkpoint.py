@@ -22,7 +22,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 import zgraph
 from zgraph.checkpoint import folder, manifest, tensorfile
-from zgraph.checkpoint.native import Checkpoint
+from zgraph.checkpoint.read_native import Checkpoint
 from zgraph.checkpoint.user_values import PerRank
 from zgraph.errors import CheckpointError, StepError
 
@@ -585,7 +585,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
         assert go.wait(60)
         return original(*args)
 
-    monkeypatch.setattr("zgraph.checkpoint.storage.write", slow)
+    monkeypatch.setattr("zgraph.checkpoint.write_native.write", slow)
     model = trained(ema=0.9)
     model.save_checkpoint(tmp_path, async_=True)
     saved = everything(model)
@@ -608,7 +608,7 @@ def test_an_error_in_the_background_comes_with_the_next_call(call, tmp_path, mon
         def full(*args):
             raise OSError(28, "No space left on device")
 
-        patched.setattr("zgraph.checkpoint.storage.write", full)
+        patched.setattr("zgraph.checkpoint.write_native.write", full)
         model.save_checkpoint(tmp_path, "bad", async_=True)
         with pytest.raises(CheckpointError, match=r"could not be saved(.|\n)*No space left"):
             {"save": lambda: model.save_checkpoint(tmp_path), "load": lambda: model.load_checkpoint(tmp_path)}.get(

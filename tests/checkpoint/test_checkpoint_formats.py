@@ -40,7 +40,7 @@ from zgraph.checkpoint.formats.deepspeed_partitions import first_stages, third_s
 from zgraph.checkpoint.formats.huggingface import Safetensors
 from zgraph.checkpoint.formats.plain_dcp import PlainDcp
 from zgraph.checkpoint.formats.torchfile import Inert, TorchFile, plain_group
-from zgraph.checkpoint.native import Checkpoint
+from zgraph.checkpoint.read_native import Checkpoint
 from zgraph.errors import CheckpointError, UnsupportedError
 
 WORDS, WIDTH, ROWS, LENGTH = 61, 20, 8, 9

@@ -25,9 +25,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 import zgraph
 from zgraph.checkpoint import folder
-from zgraph.checkpoint.native import Checkpoint
-from zgraph.checkpoint.storage import Writer
+from zgraph.checkpoint.read_native import Checkpoint
 from zgraph.checkpoint.user_values import PerRank
+from zgraph.checkpoint.write_native import Writer
 from zgraph.errors import CheckpointError
 from zgraph.update.resume import Known
 
@@ -344,7 +344,7 @@ def one_rank_fails(where: str, async_: bool) -> tuple[str, bool]:
     for step in range(2):
         model.train_step(batch(step))
     model.save_checkpoint(where, "good")
-    import zgraph.checkpoint.storage as storage
+    import zgraph.checkpoint.write_native as storage
 
     original = storage.write
 

@@ -96,10 +96,10 @@ NAMES = sorted(model_of("llama").state_dict())
     "zero, adapter, mode",
     [
         (3, None, "colocate"),
-        (2, None, "server"),
+        pytest.param(2, None, "server", marks=pytest.mark.slow),
         (3, "lora", "server"),
         (3, "lora, and the head", "colocate"),
-        (0, "ia3", "colocate"),
+        pytest.param(0, "ia3", "colocate", marks=pytest.mark.slow),
     ],
 )
 def test_ranks_send_whole_merged_weights(two: Ranks, tmp_path, zero, adapter, mode):

@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 from zgraph.api.compiler import compile, init_process_group
 from zgraph.api.handle import Handle
 from zgraph.build.planned_step import Inputs, split_inputs
-from zgraph.capture.cache_key import batch_size
+from zgraph.capture.call_signature import batch_size
 from zgraph.capture.ignored_targets import ignored_of
 from zgraph.errors import MeshError, ModelError, RankMismatchError, UnsupportedError
 from zgraph.parameters.tensor_bits import fingerprint

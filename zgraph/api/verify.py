@@ -18,7 +18,7 @@ from zgraph.build.planned_step import Inputs
 from zgraph.plan.plan import Plan, plan_of
 from zgraph.plan.wire import Wire
 from zgraph.program.tolerance import Difference
-from zgraph.verification.compressed_values import CompressedValues
+from zgraph.verification.quantization_errors import CompressedValues
 from zgraph.verification.virtual_stages import VirtualPipeline
 from zgraph.verification.virtual_step import VirtualStep, virtual_step
 

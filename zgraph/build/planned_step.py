@@ -20,7 +20,7 @@ from zgraph.build.resolve_auto_offload import placed
 from zgraph.build.step_program import StepProgram
 from zgraph.build.unmatched_patterns import refuse_unmatched
 from zgraph.build.update_program import resident_of, whole_update
-from zgraph.capture.cache_key import signed
+from zgraph.capture.call_signature import signed
 from zgraph.capture.capture import trace
 from zgraph.capture.former_storages import former_storages
 from zgraph.capture.learned_sizes import LearnedSizes, Signature

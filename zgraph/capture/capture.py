@@ -32,6 +32,7 @@ from zgraph.capture.data_dependent_sizes import fold_data_dependent_sizes, fold_
 from zgraph.capture.fake_inputs import Fakes
 from zgraph.capture.former_storages import Former, FormerStorages, former_storages, insert, moved, seen_as
 from zgraph.capture.ignored_targets import Ignores, ignored_in
+from zgraph.capture.position_table_bounds import refuse_beyond_tables
 from zgraph.capture.refuse_inputs import refuse_state
 from zgraph.capture.storages import PlainStorages, written_twice
 from zgraph.capture.symbolic_capture import (
@@ -43,7 +44,6 @@ from zgraph.capture.symbolic_capture import (
     traced_sizes,
     with_own_sizes,
 )
-from zgraph.capture.table_bounds import refuse_beyond_tables
 from zgraph.errors import CaptureError, SignatureError, UnsupportedError
 from zgraph.names import module_names
 from zgraph.plan.precision import Precision

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from zgraph.capture.data_dependent_sizes import LOOKED_AT
-from zgraph.capture.table_bounds import TableBound, refuse_beyond_table, table_bounds
+from zgraph.capture.position_table_bounds import TableBound, refuse_beyond_table, table_bounds
 from zgraph.errors import SizeError
 from zgraph.passes.verifier.values import ValueCache, check_values
 from zgraph.program import sizes

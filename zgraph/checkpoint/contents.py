@@ -10,7 +10,7 @@ from typing import Any
 
 from zgraph.checkpoint import folder, manifest
 from zgraph.checkpoint.detect_format import open_checkpoint
-from zgraph.checkpoint.native import Checkpoint
+from zgraph.checkpoint.read_native import Checkpoint
 from zgraph.checkpoint.source import MODEL, OPTIMIZER, Source
 from zgraph.errors import CheckpointError, FilterError
 from zgraph.names import did_you_mean

@@ -25,7 +25,7 @@ from zgraph.checkpoint import folder, manifest
 from zgraph.checkpoint.detect_format import UNIVERSAL
 from zgraph.checkpoint.formats.write_deepspeed import Layout, write_deepspeed
 from zgraph.checkpoint.manifest import FileEntry, Manifest
-from zgraph.checkpoint.native import Checkpoint
+from zgraph.checkpoint.read_native import Checkpoint
 from zgraph.checkpoint.saving import failed
 from zgraph.checkpoint.source import MODEL, OPTIMIZER, Block, Source
 from zgraph.checkpoint.tensorfile import NAMES, checksum, refuse_unwritable, write, write_bytes

@@ -9,7 +9,7 @@ from zgraph.checkpoint import folder, manifest
 from zgraph.checkpoint.formats.deepspeed import DeepSpeed, is_deepspeed
 from zgraph.checkpoint.formats.huggingface import Safetensors
 from zgraph.checkpoint.formats.plain_dcp import METADATA, PlainDcp
-from zgraph.checkpoint.native import Checkpoint
+from zgraph.checkpoint.read_native import Checkpoint
 from zgraph.checkpoint.source import Source
 from zgraph.checkpoint.tensorfile import SUFFIX, read_bytes
 from zgraph.errors import CheckpointError

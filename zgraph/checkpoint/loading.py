@@ -22,8 +22,8 @@ from zgraph.checkpoint import state
 from zgraph.checkpoint.detect_format import candidates, open_checkpoint
 from zgraph.checkpoint.formats.huggingface import Safetensors
 from zgraph.checkpoint.formats.transformers_forms import TransformersForms
-from zgraph.checkpoint.native import Checkpoint
 from zgraph.checkpoint.pretrained import is_pretrained
+from zgraph.checkpoint.read_native import Checkpoint
 from zgraph.checkpoint.source import MODEL, OPTIMIZER, Source
 from zgraph.checkpoint.user_values import PerRank, decode
 from zgraph.errors import CheckpointError

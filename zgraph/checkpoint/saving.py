@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 
 from zgraph.checkpoint import folder, state
 from zgraph.checkpoint.loading import load
-from zgraph.checkpoint.storage import Writer
 from zgraph.checkpoint.tensorfile import checksum, data_of
 from zgraph.checkpoint.user_values import KIND, TENSORS, encode
+from zgraph.checkpoint.write_native import Writer
 from zgraph.errors import CheckpointError
 from zgraph.ranks import progress
 from zgraph.ranks.agreement import Agreement

@@ -16,7 +16,7 @@ import torch
 
 from zgraph.build.programs_of_one_step import leave, pair_programs
 from zgraph.build.step_program import Entry
-from zgraph.capture.cache_key import shared, signed
+from zgraph.capture.call_signature import shared, signed
 from zgraph.capture.learned_sizes import Signature
 from zgraph.capture.refuse_inputs import refuse_inputs
 from zgraph.capture.symbolic_capture import SymbolicSizes

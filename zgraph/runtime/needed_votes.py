@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 
-from zgraph.capture.cache_key import shared
+from zgraph.capture.call_signature import shared
 from zgraph.ranks.agreement import Agreement
 from zgraph.ranks.foreseen_actions import UPDATE, Act, Coming
 from zgraph.runtime.rank_votes import INPUTS

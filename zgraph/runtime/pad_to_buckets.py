@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from zgraph.capture.cache_key import signed
+from zgraph.capture.call_signature import signed
 from zgraph.capture.capture import Trace, flat_values
 from zgraph.capture.ignored_targets import TARGETS
 from zgraph.capture.learned_sizes import inputs_by_path

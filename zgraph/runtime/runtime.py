@@ -20,7 +20,7 @@ from torch import nn
 from zgraph.build.build_context import BuildContext
 from zgraph.build.step_program import Entry, StepProgram
 from zgraph.build.update_program import resident_of
-from zgraph.capture.cache_key import batch_rows, brief
+from zgraph.capture.call_signature import batch_rows, brief
 from zgraph.capture.capture import Trace, trace
 from zgraph.capture.former_storages import former_storages
 from zgraph.capture.refuse_inputs import resolved

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from zgraph.build.step_program import Entry
 from zgraph.capture.batch import LossOperators, refuse_other_dimensions, tensors_of
-from zgraph.capture.cache_key import batch_size
+from zgraph.capture.call_signature import batch_size
 from zgraph.capture.capture import find_loss
 from zgraph.capture.ignored_targets import IGNORED, TARGETS, Ignores, LossesSeen, ignored_of
 from zgraph.capture.replaced_forward import signature_of

@@ -16,7 +16,7 @@ from zgraph.build.build_context import BuildContext
 from zgraph.build.memory_search import refuse_unbounded
 from zgraph.build.step_program import StepProgram
 from zgraph.build.update_program import resident_of
-from zgraph.capture.cache_key import batch_rows, brief
+from zgraph.capture.call_signature import batch_rows, brief
 from zgraph.capture.former_storages import former_storages
 from zgraph.capture.symbolic_capture import SymbolicSizes
 from zgraph.capture.tensor_parallel_layout import as_divided

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zgraph.capture.cache_key import batch_rows, batch_size
+from zgraph.capture.call_signature import batch_rows, batch_size
 from zgraph.errors import CaptureError, StepError, UnsupportedError
 from zgraph.parameters.replaced_parameters import refuse_hooks
 from zgraph.plan.pipeline_schedules.actions import Action, Kind

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zgraph.capture.batch import refuse_other_dimensions, tensors_of
-from zgraph.capture.cache_key import batch_size, signature
+from zgraph.capture.call_signature import batch_size, signature
 from zgraph.capture.capture import Trace, trace
 from zgraph.capture.ignored_targets import LossesSeen
 from zgraph.capture.symbolic_capture import SymbolicSizes

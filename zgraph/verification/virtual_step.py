@@ -34,7 +34,7 @@ from zgraph.build.resolve_auto_offload import placed
 from zgraph.build.step_program import Entry, StepProgram
 from zgraph.build.unmatched_patterns import refuse_unmatched
 from zgraph.build.update_program import resident_of
-from zgraph.capture.cache_key import batch_rows
+from zgraph.capture.call_signature import batch_rows
 from zgraph.capture.capture import find_loss, trace
 from zgraph.capture.former_storages import former_storages
 from zgraph.capture.replaced_forward import method_of

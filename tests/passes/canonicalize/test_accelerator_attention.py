@@ -105,8 +105,9 @@ def test_a_step_is_that_of_the_plain_model_with_masks(how: str, case: str) -> No
         assert p.grad is None or float((p.grad - q.grad).abs().max()) < BOUND
 
 
+@pytest.mark.slow
 @pytest.mark.inductor
-@pytest.mark.parametrize("how", ["flash", pytest.param("efficient", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["flash", "efficient"])
 def test_inductor_gives_the_same_at_several_lengths(how: str) -> None:
     compiled: Any = zgraph.compile(model(how, causal=True), zgraph.Plan(attention=PLAN, shapes="dynamic"))
     plain = model("cpu", causal=True)

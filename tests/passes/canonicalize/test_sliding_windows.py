@@ -209,7 +209,9 @@ def test_ranks_compute_the_same(mesh):
     assert result.ok, result
 
 
-@pytest.mark.parametrize("name", ["mistral", "gemma3", "phi3"])
+@pytest.mark.parametrize(
+    "name", ["mistral", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3", "phi3"))]
+)
 def test_models_of_transformers(name):
     transformers = pytest.importorskip("transformers")
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "vocab_size": WORDS}

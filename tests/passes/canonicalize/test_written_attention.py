@@ -329,7 +329,9 @@ def test_multihead_attention_with_weights_that_nobody_reads():
     assert farthest(plain, zgraph.compile(copy.deepcopy(plain), plan), plan, words()) < BOUND
 
 
-@pytest.mark.parametrize("name", ["t5", "bert", "gpt2", "llama"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("t5", "bert")), "gpt2", "llama"]
+)
 def test_models_of_transformers_with_eager_attention(name):
     transformers = pytest.importorskip("transformers")
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "vocab_size": WORDS}

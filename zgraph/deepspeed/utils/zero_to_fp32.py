@@ -14,7 +14,7 @@ from torch import nn
 
 from zgraph.checkpoint.detect_format import open_checkpoint
 from zgraph.checkpoint.master_precision import is_current_in
-from zgraph.checkpoint.native import Checkpoint as NativeCheckpoint
+from zgraph.checkpoint.read_native import Checkpoint as NativeCheckpoint
 from zgraph.checkpoint.source import MODEL, OPTIMIZER, Source
 from zgraph.checkpoint.write_pretrained import dtype_of, export, size_of
 from zgraph.deepspeed.full_values import load_whole

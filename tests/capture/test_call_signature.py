@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from zgraph.capture.cache_key import shared, signature
+from zgraph.capture.call_signature import shared, signature
 
 
 @pytest.mark.core
