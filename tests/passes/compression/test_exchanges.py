@@ -244,6 +244,41 @@ def test_batches_that_differ_from_step_to_step(two: Ranks, tmp_path: Path) -> No
     assert few != exact and few == pytest.approx(exact, rel=0.02)
 
 
+class Odd(nn.Module):
+    """Ranks sum up rows of three elements: two of them divide an even number of rows alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x))).square().mean()
+
+
+def odd_lengths(format: str, file: str, shapes: str) -> list[float]:
+    asked = plan(format, 2, hardware=file, optimizer=zgraph.SGD(lr=0.1), shapes=shapes)
+    model = zgraph.compile(Odd(), asked)
+    return [float(model.zgraph.train_step(batch(rows))) for rows in (7, 10, 5)]
+
+
+@pytest.mark.gloo
+def test_lengths_that_ranks_do_not_divide_are_right_in_a_program_each(two: Ranks, tmp_path: Path) -> None:
+    file = tmp_path / "test.json"
+    file.write_text(hardware(0.0).model_dump_json())
+    exact = two.run(odd_lengths, "same", str(file), "static")[0]
+    for shapes in ("static", "dynamic"):  # (one program for all is given up, with a line that says so)
+        few = two.run(odd_lengths, "int8", str(file), shapes)[0]
+        assert few != exact and few == pytest.approx(exact, rel=0.02)
+
+
+def test_declared_lengths_that_ranks_do_not_divide_are_refused() -> None:
+    declared = {"mesh": {"tp": 2}, "dynamic": {"x": {0: "rows"}}}
+    assert exchanged(Net(), plan(**declared), (batch(),)), "rows of sixteen elements"
+    with pytest.raises(PlanError, match="2 does not divide its elements at all lengths"):
+        exchanged(Odd(), plan(**declared), (batch(),))
+
+
 # -- refused ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("mesh", [{"dp": -1}, {"dp": -1, "cp": 2}])
 def test_a_plan_that_sends_no_activations_in_few_bits_is_refused(mesh: dict[str, int]) -> None:
