@@ -297,6 +297,32 @@ def test_static_shapes_have_to_be_equal(two):
         assert "int64[3, 7]" in str(outcome.error)
 
 
+def beyond_what_is_declared(steps: bool) -> tuple[str, float]:
+    """(the type of what this rank is told where one has more rows than the plan says, how far a later step is from plain PyTorch's)."""
+    sizes = {0: zgraph.Size("rows", max=4), 1: "length"}
+    optimizer = {"optimizer": zgraph.SGD(lr=0.1)} if steps else {}
+    torch.manual_seed(0)
+    plain = Sentences()
+    plan = zgraph.Plan(
+        zero=3, backend="eager", dynamic={"words": sizes, "targets": {0: "rows", 1: "length"}}, **optimizer
+    )
+    model = zgraph.compile(copy.deepcopy(plain), plan)
+    run = model.train_step if steps else model
+    with pytest.raises((SignatureError, RankMismatchError)) as found:
+        run(**batch(3 + 2 * dist.get_rank(), 7, 0))
+    assert "size 'rows' is 5 in this call, and declared to be 4 at most" in str(found.value)
+    loss = run(**batch(2 + dist.get_rank(), 9, 0))
+    ours = float(plain(**batch(2 + dist.get_rank(), 9, 0)))
+    return type(found.value).__name__, abs(float(loss) - ours)
+
+
+@pytest.mark.parametrize("steps", [False, True], ids=["a call", "a step"])
+def test_a_size_beyond_the_declared_maximum_on_one_rank_is_told_on_all(two, steps):
+    (first, apart), (second, other) = two.run(beyond_what_is_declared, steps)
+    assert (first, second) == ("RankMismatchError", "SignatureError")
+    assert max(apart, other) < 1e-6
+
+
 def too_long_on_one_rank() -> None:
     model = zgraph.compile(Sentences(), zgraph.Plan(zero=3, backend="eager"))
     model(**batch(3, 7, 0)).backward()

@@ -216,6 +216,16 @@ def test_a_batch_may_lack_an_input_whose_values_are_constants():
     assert len(mine.zgraph.programs) == 3
 
 
+def test_many_values_are_told_with_the_way_out(caplog):
+    mine, plain = pair(dynamic={"grid": "value"}, max_programs=5)
+    with caplog.at_level(logging.WARNING, "zgraph"):
+        for high in range(1, 6):
+            assert same(mine, plain, call([[high, 2]]))
+    (told,) = [r.getMessage() for r in caplog.records if "calls of one structure" in r.getMessage()]
+    assert "argument 'grid' differs from call to call ([[1, 2]], [[2, 2]], [[3, 2]], [[4, 2]])" in told
+    assert "let few of them occur" in told and "torch.tensor" not in told
+
+
 @pytest.mark.inductor
 @pytest.mark.slow
 def test_inductor_takes_them():

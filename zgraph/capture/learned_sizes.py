@@ -168,6 +168,8 @@ class Family:
     whole: tuple[bool, ...]  # whether each tensor is of whole numbers
     sources: tuple[str, ...] = ()  # the names that captures give the Python numbers
     declared: dict[Place, Size] = field(default_factory=dict)  # the sizes that the plan declares
+    # inputs whose sizes the plan declares, and which can't be symbols because the inputs are not contiguous
+    scattered: tuple[str, ...] = ()
     padded: set[Place] = field(default_factory=set)  # dimensions that are padded to buckets: numbers in each program
     first: Shapes = ()  # the shapes of the first call
     differed: set[Place] = field(default_factory=set)  # dimensions that had several sizes
@@ -395,7 +397,7 @@ class LearnedSizes:
 
     def family(self, signature: Signature) -> Family:
         """Return the family of calls of this form. Raises `SignatureError` where the plan declares a dimension that an
-        argument does not have."""
+        argument does not have, or sizes of what is no tensor."""
         known = self._families.get(signature.family)
         if known is None:
             paths = signature.paths([p.name for p in self.parameters])
@@ -403,6 +405,7 @@ class LearnedSizes:
             known = self._families[signature.family] = Family(
                 paths, whole, signature.sources(self.parameters), self._declared(signature, paths)
             )
+            known.scattered = self._scattered(signature, paths)
             known.padded = {(number, dim) for number, path in enumerate(paths) for dim in self.padded.get(path, ())}
         return known
 
@@ -425,6 +428,25 @@ class LearnedSizes:
                     )
                 declared_sizes[number, int(dim)] = self.sizes[size.name]
         return declared_sizes
+
+    def _scattered(self, signature: Signature, paths: Sequence[str]) -> tuple[str, ...]:
+        """Return the inputs whose sizes the plan declares and that are not contiguous. Raises `SignatureError` for what
+        has no sizes."""
+        others = [name for name in self.dynamic if name not in paths]
+        leaves = inputs_by_path([p.name for p in self.parameters], *signature.call) if others else {}
+        scattered = []
+        for name in others:
+            leaf = leaves.get(name)  # (None: a batch without it)
+            inside = [path for path in leaves if path.startswith((f"{name}.", f"{name}["))]
+            if inside or not (leaf is None or isinstance(leaf, torch.Tensor)):
+                raise SignatureError(
+                    f"dynamic declares sizes of {name}, which {'has inputs inside' if inside else f'is no tensor, but a {type(leaf).__name__}'}",
+                    where=f"dynamic.{name}",
+                    hint=f"name one of them: {inside[0]!r}" if inside else "leave it out",
+                )
+            if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and not leaf.is_contiguous():
+                scattered.append(name)
+        return tuple(scattered)
 
 
 def refuse_unknown_arguments(named: Mapping[str, object], forward: Callable[..., Any], where: str) -> None:

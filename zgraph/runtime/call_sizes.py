@@ -40,6 +40,7 @@ class CallSizeTracker:
         self._varying: LearnedSizes | None = None
         # reasons why sizes are numbers that the user has not been told yet
         self.reasons: list[tuple[str, ZgraphError]] = []
+        self.told_scattered: set[str] = set()  # declared inputs that the user was told are not contiguous
         self._seen: dict[str, Shapes] = {}  # of static programs: the first shapes seen, by the call's family
 
     def of(self, call: Signature) -> CallSizes:
@@ -218,8 +219,16 @@ class CallSizes:
             entry.only = {n: size for n, size in self.point.items() if n in self._fixed}
         self.family.note_constants(entry.trace.flat.constant_numbers)
         reasons, self.known.reasons = self.known.reasons, []
+        scattered = [name for name in self.family.scattered if name not in self.known.told_scattered]
+        self.known.told_scattered.update(scattered)
         if not self.known.rank.everyone.first():
             return
+        for name in scattered:
+            logger.warning(
+                "each size of %s is a program of its own, though dynamic declares it: it is not contiguous (%s.contiguous())",
+                name,
+                name,
+            )
         for names, error in reasons:
             where = f" ({error.where})" if error.where else ""
             why = f"{error.what}: {error.why}" if error.why else error.what

@@ -21,7 +21,7 @@ from zgraph.capture.learned_sizes import Signature
 from zgraph.capture.refuse_inputs import refuse_inputs
 from zgraph.capture.symbolic_capture import SymbolicSizes
 from zgraph.capture.value_inputs import ValueInputs, warn_of_unknown, with_values
-from zgraph.errors import CaptureError, SignatureError, SizeError, ZgraphError
+from zgraph.errors import CaptureError, RankMismatchError, SignatureError, SizeError, ZgraphError
 from zgraph.plan.shapes import buckets_of
 from zgraph.ranks import compile_progress
 from zgraph.runtime.call_sizes import CallSizes, CallSizeTracker, RankCall, TwoSidesError
@@ -106,8 +106,12 @@ class Calls:
 
     def _entry(self, call: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Entry]:
         rank = self.rank
-        sizes = self._sizes.of(call)
-        match = self._find(sizes, args, kwargs)
+        try:
+            sizes = self._sizes.of(call)
+            match = self._find(sizes, args, kwargs)
+        except SignatureError as error:
+            self._tell_refused(error)
+            raise
         changed = rank.changed_here()
         if not match.new and rank.needed_votes.passes_forward(match.key, learns=sizes.learn, changed=changed):
             return self._called(match.key)
@@ -177,11 +181,15 @@ class Calls:
         own = rank.shards.refresh()
         rank.shards.fetch()
         signatures = self._signatures(calls, own)
-        sizes = [self._sizes.of(call) for call in signatures]
         matches: dict[str, _Found] = {}
-        for one, (args, kwargs) in zip(sizes, calls, strict=True):
-            if one.key not in matches:
-                matches[one.key] = self._find(one, args, kwargs)
+        try:
+            sizes = [self._sizes.of(call) for call in signatures]
+            for one, (args, kwargs) in zip(sizes, calls, strict=True):
+                if one.key not in matches:
+                    matches[one.key] = self._find(one, args, kwargs)
+        except SignatureError as error:
+            self._tell_refused(error)
+            raise
         programs = [matches[one.key] for one in sizes]
         new = any(program.new for program in programs)
         ballot = " | ".join(program.ballot for program in programs)
@@ -197,6 +205,15 @@ class Calls:
         rank.settle_changes(verdict.worst)
         if not new and not verdict.flag:
             rank.needed_votes.promise([program.key for program in programs])
+
+    def _tell_refused(self, error: SignatureError) -> None:
+        """Tell the other ranks, which vote on their calls, that this rank refuses its own (a size beyond the declared
+        maximum, say).
+        """
+        if self._sizes.varies:  # (else they may foresee their forwards, and not vote)
+            refused = f"a call that this rank refuses: {error.what}"
+            with contextlib.suppress(RankMismatchError):
+                self.rank.votes.call(refused, refused, refused, new=True)
 
     def _signatures(self, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], own: Registered) -> list[Signature]:
         for args, kwargs in calls:

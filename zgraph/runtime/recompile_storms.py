@@ -49,13 +49,18 @@ def _why(
     call: Signature, calls: Sequence[tuple[tuple[str, ...], str]], positional: Sequence[str], changed: str | None
 ) -> str:
     """Return what differs between the calls, and what to do."""
-    for at, path in enumerate(inputs_by_path(positional, *call.call)):
+    constants = {id(x) for x in call.constants}
+    for at, (path, leaf) in enumerate(inputs_by_path(positional, *call.call).items()):
         values = list(dict.fromkeys(leaves[at] for leaves, _ in calls))
         if len(values) > 1:
             name = f"argument {path!r}"
             if MARK in values[-1]:
                 return f"{name} has another form from call to call; give it one dtype and number of dimensions"
-            hint = "give a number that changes as a tensor (torch.tensor(x)), and text or objects outside of forward"
+            hint = (
+                "forward decides by its values: let few of them occur (resize images to few formats)"
+                if id(leaf) in constants
+                else "give a number that changes as a tensor (torch.tensor(x)), and text or objects outside of forward"
+            )
             return f"{name} differs from call to call ({', '.join(values)}), and each value is a constant of its program; {hint}"
     if len({text for _, text in calls}) > 1:
         return "sizes of the inputs differ, and could not be symbols of one program; pad batches to few lengths, or see shapes in the plan"
