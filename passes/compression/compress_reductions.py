@@ -15,6 +15,9 @@ all-reduce whose second half would cost more latency than it saves.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+
 from zgraph.passes.analysis.parameter_collectives import ParameterCollective, reductions_of
 from zgraph.passes.compression.quantize_transfers import CompressOptions, QuantizedTransfer
 from zgraph.passes.contract import graph_pass
@@ -35,7 +38,15 @@ def compress_reductions(program: Program, options: CompressOptions) -> dict[str,
     saved = sum(options.saved(t, _ranks(program, t)) for t in reductions)
     for reduction in reductions:
         QuantizedTransfer(program, reduction, options).reduced()
-    return {"reductions": len(reductions), "bytes_saved": saved}
+    return {"reductions": len(reductions), "bytes_saved": saved, "roundings": _roundings(reductions)}
+
+
+def _roundings(reductions: Sequence[ParameterCollective]) -> int:
+    """Return how often an element is rounded, of the gradient that is rounded most often."""
+    times: Counter[str] = Counter()
+    for reduction in reductions:
+        times[reduction.name] += 2 if reduction.start.target is collectives.ALL_REDUCE else 1
+    return max(times.values(), default=0)
 
 
 def _ranks(program: Program, transfer: ParameterCollective) -> int:

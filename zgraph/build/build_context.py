@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from zgraph.build.pass_pipeline import EVERY_PASS, PassFilter, Variant
+from zgraph.build.wire_formats import WireChoice
 from zgraph.passes.analysis.costs import Costs
 from zgraph.passes.overlap.follow_order import Start
 from zgraph.plan.plan import Plan
@@ -79,3 +80,4 @@ class BuildContext:
     # the order in which a variant's transfers start, where another program's order is followed
     order: Callable[[Variant], tuple[Start, ...]] = own_order
     keeper: Keeper | None = None  # the store of programs; None to keep nothing
+    wire: WireChoice = field(default_factory=WireChoice)  # what `wire.auto` has chosen for the model

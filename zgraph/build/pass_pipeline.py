@@ -72,6 +72,22 @@ class Variant:
 PLAIN = Variant()  # a step of one micro-batch
 
 
+def runs_of(plan: Plan, keeps: bool) -> list[tuple[str, Variant, int]]:
+    """Return the programs that a training step runs, each as (name, variant, how often); `keeps` tells whether whole
+    weights outlive them.
+
+    "first" is for the first micro-batch, "next" for those that follow, "last" for one that adds up the unreduced
+    gradients of the earlier ones.
+    """
+    micro = plan.micro_batches
+    if micro == 1:
+        return [("first", PLAIN, 1)]
+    if plan.zero >= 2:  # (each micro-batch reduces)
+        return [("first", PLAIN, 1), ("next", Variant(keeps), micro - 1)]
+    runs = [("first", Variant(reduce=False), 1), ("next", Variant(keeps, reduce=False), micro - 2)]
+    return [run for run in (*runs, ("last", Variant(keeps, accumulated=True), 1)) if run[2]]
+
+
 @dataclass(frozen=True)
 class MemoryDecision:
     """What is decided under a memory budget."""
@@ -316,7 +332,10 @@ def _scales(context: PassContext) -> Decision:
 
 def _compresses(field: str) -> Callable[[PassContext], Decision]:
     def when(context: PassContext) -> Decision:
-        format = getattr(context.plan.wire, field)
+        wire = context.plan.wire
+        if wire.auto and field != "activations":
+            return Decision(False, f"wire.auto chooses wire.{field} once the model is captured")
+        format = getattr(wire, field)
         return Decision(format != "same", f"wire.{field} is {format!r}")
 
     return when

@@ -20,7 +20,8 @@ from torch import fx
 from zgraph.build.build_context import BuildContext, ResidentMemory
 from zgraph.build.compare_collectives import lacking
 from zgraph.build.memory_search import SearchResult, run_passes
-from zgraph.build.pass_pipeline import PLAIN, MemoryDecision, Variant
+from zgraph.build.pass_pipeline import PLAIN, MemoryDecision, Variant, runs_of
+from zgraph.build.resolve_auto_wire import resolved
 from zgraph.build.stored_programs import RecordedWarnings, StepFacts, StoredStep
 from zgraph.capture.capture import Trace
 from zgraph.capture.storages import Sharing
@@ -90,6 +91,8 @@ class StepProgram:
         self.kept = kept  # the store's entry for it; None where nothing can be kept
         known = kept.facts if kept is not None else None
         self.known = known
+        if known is not None and known.formats is not None:
+            context.wire.take(known.formats)
         self.pattern = pattern  # the flat outputs that are differentiated
         self.beside: tuple[StepProgram, ...] = (self,)  # programs that ranks may run in one step, this one included
         self.captured = captured
@@ -166,6 +169,7 @@ class StepProgram:
             backward,
             frozenset(self.from_start),
             self._choice,
+            self.context.wire.formats,
             digest(program),
             tuple(dict.fromkeys(self._heard.warnings)),
         )
@@ -191,6 +195,7 @@ class StepProgram:
                 self._histories[variant] = self.decide().history(variant)
                 return self._histories[variant]
             with self._heard:
+                self.context = resolved(self.captured, self.context, training=self.differentiated)
                 self._histories[variant], self._choice = run_passes(
                     self.captured.snapshot(),
                     self.context,
@@ -199,6 +204,8 @@ class StepProgram:
                     # (The plain variant's choice is for all, a symbolic program's also for those for certain sizes.)
                     choice=self._choice if variant != PLAIN or self.symbolic is not self else None,
                 )
+            if variant == PLAIN and self.plan.wire.auto and self.context.wire.formats is not None:
+                self._histories[variant].program.remarks.append(self.context.wire.formats.remark())
             if variant == PLAIN and self.kept is not None and self.known is not None:
                 self.kept.refuse_another(self._histories[variant].program, self.known.made)
         return self._histories[variant]
@@ -220,18 +227,8 @@ class StepProgram:
         return replace(resident_memory, held=resident_memory.held + idle_bytes(self.captured))
 
     def runs(self) -> list[tuple[str, Variant, int]]:
-        """Return the programs that a training step runs, each as (name, variant, how often).
-
-        "first" is for the first micro-batch, "next" for those that follow, "last" for one that adds up the unreduced
-        gradients of the earlier ones.
-        """
-        micro = self.plan.micro_batches
-        if micro == 1:
-            return [("first", PLAIN, 1)]
-        if self.plan.zero >= 2:  # (each micro-batch reduces)
-            return [("first", PLAIN, 1), ("next", Variant(self.keeps), micro - 1)]
-        runs = [("first", Variant(reduce=False), 1), ("next", Variant(self.keeps, reduce=False), micro - 2)]
-        return [run for run in (*runs, ("last", Variant(self.keeps, accumulated=True), 1)) if run[2]]
+        """Return the programs that a training step runs (see `runs_of`)."""
+        return runs_of(self.plan, self.keeps)
 
     def variants(self) -> list[Variant]:
         """Return the variants that a training step of this plan runs, the plain one first."""

@@ -20,6 +20,7 @@ import torch
 
 from zgraph.build.build_context import BuildContext, own_order
 from zgraph.build.pass_pipeline import EVERY_PASS, MemoryDecision, Variant
+from zgraph.build.wire_formats import WireFormats
 from zgraph.cache import conditions
 from zgraph.cache.store import Store, hashed, opened
 from zgraph.capture.capture import Trace
@@ -49,6 +50,7 @@ class StepFacts:
     read_by_backward: frozenset[str]  # parameters that the backward reads
     from_start: frozenset[int]  # see `Trace.from_start`
     choice: MemoryDecision | None  # what was decided under a memory budget; None without a decision
+    formats: WireFormats | None  # what `wire.auto` chose for the model; None without it
     made: str  # the digest of the program after all passes
     warnings: tuple[tuple[str, str], ...]  # (logger, message) of the warnings given while it was made
 
@@ -64,9 +66,10 @@ class StepFacts:
         choice = said["choice"]
         if choice is not None:
             choice = MemoryDecision(**{**choice, "keep": frozenset(choice["keep"])})
+        formats = said["formats"] and WireFormats.of(said["formats"])
         sets = {name: frozenset(said[name]) for name in ("read_by_backward", "from_start")}
         warnings = tuple((logger, message) for logger, message in said["warnings"])
-        return StepFacts(**{**said, **sets, "choice": choice, "warnings": warnings})
+        return StepFacts(**{**said, **sets, "choice": choice, "formats": formats, "warnings": warnings})
 
     def warn(self) -> None:
         """Give the warnings again that were given while the step was made."""
@@ -225,6 +228,7 @@ class StoredPrograms:
             context.costs.hardware.model_dump(mode="json"),
             context.costs.fused,
             [[share, repr(residents.at(share))] for share in residents.shares],
+            context.wire.said(),  # (an earlier program's choice)
             sorted(pattern),
             name,
             torch.is_grad_enabled(),

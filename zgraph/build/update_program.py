@@ -74,7 +74,7 @@ def resident_of(
     held: OwnedParameters | None = None,
 ) -> ResidentMemoryByShare:
     """Return what a rank holds besides what forward and backward take and make, by the share of the states that is
-    offloaded.
+    offloaded; with `wire.auto`, also what the update takes.
 
     `shares` are those to choose from, by default `shares_of` the plan. Where a budget lets the update bring states to
     the device, and in a pipeline or with local steps, with a budget, the update's own peak is included. `specs` are those of the whole
@@ -92,14 +92,17 @@ def resident_of(
         waiting = waiting_bytes(laid, plan)
         late = (laid[m.name] for m in members if m.name in options.late() and laid[m.name].grad_home is None)
         size += sum(math.prod(s.shard_shape) * s.grad_dtype.itemsize for s in late)  # (gradients of the previous step)
-        peaks = held is not None or bool(plan.offload.tiers())
-        if plan.local_steps is not None:  # (a round's end takes the most)
-            options, peaks = replace(options, kind=UpdateKind.ROUNDS), True
-        if plan.memory_budget is None or not members or not peaks:
+        peaks = held is not None or bool(plan.offload.tiers()) or plan.local_steps is not None
+        peaks = peaks and plan.memory_budget is not None
+        if peaks and plan.local_steps is not None:  # (a round's end takes the most)
+            options = replace(options, kind=UpdateKind.ROUNDS)
+        if not members or not (peaks or plan.wire.auto):
             return ResidentMemory(size + waiting, waiting, homes=homes)
         update_forecast = simulate(
             update_history(plan, members, specs, mesh_of(sizes, held), device, options).program, costs
         )
+        if not peaks:  # (`wire.auto` forecasts a whole step)
+            return ResidentMemory(size + waiting, waiting, 0, update_forecast.seconds, bool(options.late()), homes)
         if options.late():  # (what it brings to the device is there during a step)
             counted_bytes = sum(update_forecast.peak.get(k, 0) for k in ("parameters", "gradients", "states"))
             size += sum(update_forecast.peak.values()) - counted_bytes

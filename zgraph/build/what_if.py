@@ -12,6 +12,7 @@ from torch import nn
 from zgraph.build.build_context import BuildContext
 from zgraph.build.memory_search import run_passes
 from zgraph.build.resolve_auto_offload import placed
+from zgraph.build.resolve_auto_wire import resolved
 from zgraph.build.update_program import resident_of, whole_update
 from zgraph.capture.tensor_parallel_layout import as_divided
 from zgraph.errors import ZgraphError
@@ -45,7 +46,8 @@ def step_by(plan: Plan, module: nn.Module, captured: Program, costs: Costs, devi
     program.params = {n: replace(specs[n], requires_grad=s.requires_grad) for n, s in captured.params.items()}
     costs = replace(costs, fused=plan.backend == "inductor")
     residents = resident_of(module, program.params, plan, captured.mesh, device, costs)
-    history, choice = run_passes(program, BuildContext(plan, costs, residents))
+    context = resolved(program, BuildContext(plan, costs, residents), training=True)
+    history, choice = run_passes(program, context)
     update = whole_update(module, program.params, plan, captured.mesh, device, choice.states)
     late = plan.offload.late
     step = simulate_step(history.program, update.program if update is not None else None, costs, late)

@@ -95,6 +95,12 @@ _NO_FORMULAS: tuple[tuple[str, str, Callable[[Plan], bool], str], ...] = (
         "where the model is cut is decided anew for every size",
     ),
     (
+        "wire.auto",
+        "a plan that lets formats be chosen",
+        lambda plan: plan.wire.auto,
+        "which are fastest is decided anew for every size",
+    ),
+    (
         "wire.secondary",
         "a plan with a second copy of the weights in a node",
         lambda plan: plan.wire.secondary is not None,

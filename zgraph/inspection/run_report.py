@@ -86,6 +86,7 @@ class Report:
         lines = [
             f"plan: zero {runtime.plan.zero}, backend {runtime.plan.backend}, mesh {mesh}",
             *runtime.told(),
+            *([str(runtime.wire)] if runtime.plan.wire.auto else []),
             f"parameters: {len(specs)} ({parts}{len(sharded)} sharded over {ranks}), "
             f"{shown_bytes(whole)} in all, {shown_bytes(rank_bytes)} on this rank",
         ]

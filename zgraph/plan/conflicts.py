@@ -103,7 +103,7 @@ def _of_gradients(field: str, value: str | bool) -> tuple[Conflict, Conflict]:
     return (
         Conflict(
             f"wire.{field}",
-            lambda plan: is_set(plan) and plan.wire.reduce == "same",
+            lambda plan: is_set(plan) and not plan.wire.reduces,
             f"wire.{field} is set, and gradients are sent as they are",
             hint='wire.reduce="int8" sends them in few bits; or leave it out',
         ),
@@ -322,6 +322,34 @@ CONFLICTS = (
         why="pipeline stages and the ranks of mesh.tp alone send activations in few bits; those of mesh.cp send them as they are",
         hint='mesh={"pp": 2, "dp": -1} has two stages; or leave it out',
     ),
+    Conflict(
+        "wire.auto",
+        lambda plan: plan.wire.auto and (plan.wire.gather, plan.wire.reduce) != ("same", "same"),
+        "wire.auto is set together with wire.gather or wire.reduce",
+        why="it chooses both",
+        hint=LEAVE_OUT,
+    ),
+    Conflict(
+        "wire.max_error",
+        lambda plan: plan.wire.auto and plan.wire.max_error is None,
+        "wire.auto is set without wire.max_error",
+        why="it chooses among the formats that are as right as the plan needs",
+        hint="wire.max_error=0.005 allows bf16, and int8 for what is rounded once",
+    ),
+    Conflict(
+        "wire.max_error",
+        lambda plan: not plan.wire.auto and plan.wire.max_error is not None,
+        "wire.max_error is set without wire.auto",
+        why="the plan says itself in what formats values are sent",
+        hint="wire.auto=True chooses them; or leave it out",
+    ),
+    Conflict(
+        "wire.auto",
+        lambda plan: plan.wire.auto and _ranks(plan, "pp") != 1,
+        "wire.auto is set, in a pipeline",
+        why="what a step takes depends on all stages, and each rank makes the programs of its own",
+        hint="say wire.gather and wire.reduce; zgraph forecast shows what a step takes with them",
+    ),
     *_of_gradients("error_feedback", True),
     *_of_gradients("rounding", "stochastic"),
     Conflict(
@@ -347,7 +375,7 @@ CONFLICTS = (
     ),
     Conflict(
         "wire.hierarchical",
-        lambda plan: plan.wire.hierarchical and plan.wire.reduce == "same",
+        lambda plan: plan.wire.hierarchical and not plan.wire.reduces,
         "wire.hierarchical is set, and gradients are sent as they are",
         hint='wire.reduce="int4" sends them in few bits between groups; or leave it out',
     ),

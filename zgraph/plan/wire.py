@@ -40,6 +40,19 @@ class Wire(Record, frozen=True):
         description="whether gradients are reduced as they are within a group of mesh.dp (the devices of a node), and in few bits between the "
         "groups alone (mesh.replicate: the nodes), as in ZeRO++'s qgZ",
     )
+    auto: StrictBool = Field(
+        default=False,
+        description="whether the compiler chooses gather and reduce itself: of the formats that max_error allows those by which the step is "
+        "forecast to be fastest, and as they are where none makes it faster",
+    )
+    max_error: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        examples=[0.005],
+        description="with auto: the most that an element of a weight or gradient may be wrong by being sent, as a part of the largest element "
+        "of its block",
+    )
     secondary: StrictInt | None = Field(
         default=None,
         ge=2,
@@ -53,5 +66,10 @@ class Wire(Record, frozen=True):
 
     @property
     def compresses(self) -> bool:
-        """Whether anything is sent in fewer bits."""
-        return (self.gather, self.reduce, self.activations) != ("same", "same", "same")
+        """Whether anything is sent in fewer bits, or may be."""
+        return self.auto or (self.gather, self.reduce, self.activations) != ("same", "same", "same")
+
+    @property
+    def reduces(self) -> bool:
+        """Whether gradients are sent in fewer bits, or may be."""
+        return self.auto or self.reduce != "same"

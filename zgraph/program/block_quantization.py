@@ -237,6 +237,12 @@ def most_wrong(x: Tensor, format: str, block: int, parts: int, drawn: bool = Fal
     return _most_wrong(x, format, block, parts) * (2 if drawn else 1)
 
 
+def most_wrong_part(format: str, block: int, drawn: bool = False) -> float:
+    """Return the largest error that quantization may leave in an element, as a part of the largest element of its
+    block."""
+    return float(most_wrong(torch.ones(block), format, block, 1, drawn).max())
+
+
 def _most_wrong(x: Tensor, format: str, block: int, parts: int) -> Tensor:
     values = x.reshape(parts, -1).double().abs()
     if format in WIDE:

@@ -19,6 +19,7 @@ from zgraph.build.offloaded_states import shares_of
 from zgraph.build.step_program import Entry
 from zgraph.build.stored_programs import stored_programs
 from zgraph.build.update_program import away_bytes
+from zgraph.build.wire_formats import WireChoice
 from zgraph.errors import ModelError, OffloadError
 from zgraph.offload.run_transfers import Tiers
 from zgraph.parameters.meta_init import still_unset
@@ -130,6 +131,7 @@ class Rank(abc.ABC):
         }
         # of the optimizer's states that may be offloaded: a single one, once the first program has chosen it
         self.shares = shares_of(plan)
+        self.wire = WireChoice()
         self.entries: dict[str, Entry] = {}
         self.memory = StepMemory(self.device)
         self.votes = Votes(plan, self.mesh, self.sizes, self.device, self.agreement, self.everyone)

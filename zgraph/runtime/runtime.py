@@ -171,7 +171,13 @@ class Runtime(Rank):
         traced = self._trace((args, kwargs), specs, open_sizes)
         residents = resident_of(self.module, specs, self.plan, self.sizes, self.device, self.costs, self.shares)
         context = BuildContext(
-            self.plan, self.costs, residents, groups=self.groups, agree=self.votes.program, keeper=self.keeper
+            self.plan,
+            self.costs,
+            residents,
+            groups=self.groups,
+            agree=self.votes.program,
+            keeper=self.keeper,
+            wire=self.wire,
         )
         entry = Entry(name, shown, traced, batch_rows(args, kwargs), context)
         compile_once(self, entry)
