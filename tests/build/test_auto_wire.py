@@ -175,7 +175,14 @@ def test_a_choice_is_told_once_and_is_a_remark(caplog: pytest.LogCaptureFixture)
     assert ", as they are " in line and line.endswith(" ms")
     (remark,) = [r for r in step.history().program.remarks if r.made_by == "wire.auto"]
     assert line in str(remark) and "int4" in remark.why and remark.seconds > 0 and "wire.max_error=" in remark.remedy
-    assert float(remark.remedy.split("=")[1].split()[0]) >= most_wrong_part("int4", 256)
+
+
+@pytest.mark.parametrize("zero, formats", [(3, ("int4", "int4")), (0, ("same", "int4"))])
+def test_the_error_that_a_remark_names_allows_what_it_says(zero: int, formats: tuple[str, str]) -> None:
+    missed = chosen(plan(ONE_ROUNDING, zero=zero))
+    remedy = missed.remark().remedy
+    allowed = chosen(plan(float(remedy.removeprefix("wire.max_error=").split()[0]), zero=zero))
+    assert pair(allowed) == formats and allowed.chosen.seconds < missed.chosen.seconds
 
 
 def test_programs_that_only_predict_follow_and_send_weights_as_they_are_before() -> None:

@@ -96,9 +96,9 @@ class _Trials:
         for beyond in FORMATS[len(allowed) :][-1:]:  # (the smallest, for the remark)
             self._step((beyond, best.reduce))
             self._step((best.gather, beyond))
-        fastest = min(self.tried.values(), key=lambda step: step.seconds)
-        missed = fastest if fastest.seconds < (1 - MIN_GAIN) * best.seconds else None
-        return WireFormats(best, exact, missed, self.max_error)
+        faster = [s for s in self.tried.values() if s.seconds < (1 - MIN_GAIN) * best.seconds]
+        missed = [s for s in faster if s.error > self.max_error]
+        return WireFormats(best, exact, min(missed, key=lambda s: s.seconds, default=None), self.max_error)
 
     def _best(self, pairs: Sequence[Pair]) -> WireStep:
         """Return the step with the smallest error of those that are nearly as fast as the fastest one allowed."""

@@ -39,7 +39,7 @@ class WireFormats:
 
     chosen: WireStep  # the step that is run
     exact: WireStep  # the step with everything as it is
-    missed: WireStep | None  # the fastest step, if `max_error` rules it out; else None
+    missed: WireStep | None  # the fastest step that `max_error` rules out; None if none is faster
     max_error: float  # the plan's
 
     def __str__(self) -> str:
@@ -62,7 +62,7 @@ class WireFormats:
             str(self),
             f"{self.missed} may be wrong by {self.missed.error:.3g}",
             self.chosen.seconds - self.missed.seconds,
-            f"wire.max_error={self.missed.error * 1.01:.2g} allows it",
+            f"wire.max_error={self.missed.error * 1.01:.3g} allows it",
         )
 
     @staticmethod
