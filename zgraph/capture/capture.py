@@ -39,12 +39,14 @@ from zgraph.capture.symbolic_capture import (
     SymbolicSizes,
     TracedSize,
     canonical,
+    output_numbers,
     refuse_numbers,
     refuse_unknown,
+    take_out_numbers,
     traced_sizes,
     with_own_sizes,
 )
-from zgraph.errors import CaptureError, SignatureError, UnsupportedError
+from zgraph.errors import CaptureError, SignatureError, SizeError, UnsupportedError
 from zgraph.names import module_names
 from zgraph.plan.precision import Precision
 from zgraph.program import ops
@@ -211,6 +213,16 @@ class Trace:
                 written_buffers.update((at, i) for i in buffers if _same_place(value, fakes[i]))
         return written_buffers
 
+    def gives_numbers(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return whether forward returns Python numbers, or changes Python objects, which may then hold some."""
+        if not self.flat.effects.is_empty:
+            return True
+        values = flat_values(self.flat)
+        returned: Any = 0  # (a number, where the model's own code fails on fake tensors)
+        with contextlib.suppress(Exception):
+            returned = self.flat.around(lambda *_: values, module, args, kwargs)
+        return any(type(item) in (int, float) for item in _reachable(returned))
+
     def joint(self, differentiated: frozenset[int], decompositions: dict[Any, Any], name: str) -> Program:
         """Make the captured program in which only the `differentiated` flat outputs have tangents.
 
@@ -263,10 +275,12 @@ def trace(
         fake_args, fake_kwargs = fakes.inputs((args, kwargs))
         flat = _captured(types.MethodType(forward, module), fake_args, fake_kwargs, fakes)
         name_asserts(flat.graph_module)
+        numbers = take_out_numbers(flat.graph_module) if fakes.open_dims else {}
         flat.crops = pad_outputs(flat.graph_module)
         given = flat.flatten(module, fake_args, fake_kwargs)
         inputs = _roles(given, fakes, fake_args, fake_kwargs)
         sizes = traced_sizes(flat.graph_module.graph, given, fakes.open_dims) if fakes.open_dims else ()
+        flat.output_numbers = output_numbers(numbers, sizes)
         former = _read_from_parameters(flat.graph_module.graph, given, inputs, memory, fakes)
         values = flat_values(flat)
         loss = _find_loss(flat, module, fake_args, fake_kwargs, values)
@@ -417,6 +431,16 @@ def _captured(bound: types.MethodType, args: tuple[Any, ...], kwargs: dict[str, 
             break
         numbers, lists = [*numbers, *changed], [*lists, *longer]
         flat, numbers = _with_numbers(capture, numbers, lists)
+    if fakes.open_dims:
+        changed = _changed_numbers(flat, bound, args, kwargs)
+        of_sizes = [name for name, value in changed.items() if isinstance(value, torch.SymInt)]
+        if of_sizes:
+            raise SizeError(
+                "the model makes a number that it keeps and reads from a size",
+                where=", ".join(of_sizes),
+                why="a program of symbols would have the number as a constant, and it changes at every call",
+                hint="keep it in a buffer, or outside of forward",
+            )
     return flat
 
 
@@ -443,9 +467,9 @@ def _with_numbers(
 
 def _changed_numbers(
     flat: FlatCapture, bound: types.MethodType, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[str]:
-    """Return the numbers that a replay of forward's side effects changes; none where it can't be replayed on fake
-    tensors."""
+) -> dict[str, Any]:
+    """Return the numbers that a replay of forward's side effects changes, with their new values; none where it can't be
+    replayed on fake tensors."""
     values = flat_values(flat)
     try:
         with flat.effects.undone():
@@ -453,7 +477,7 @@ def _changed_numbers(
             return flat.changed_numbers(bound.__self__, args, kwargs)
     except Exception as error:  # (the user's own code, which raises anything; the call itself raises it again)
         logger.debug("forward's side effects can't be replayed on fake tensors: %s", error)
-        return []
+        return {}
 
 
 def _same_place(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -521,12 +545,16 @@ def _caused_by(error: Exception, first: Exception) -> Exception:
 
 def _inside(x: Any, args: Any, kwargs: Any) -> bool:
     """Return whether an object among the arguments that is no pytree (a dataclass, a cache) holds `x`."""
-    stack = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if hasattr(leaf, "__dict__")]
+    return any(item is x for item in _reachable(args, kwargs))
+
+
+def _reachable(*roots: Any) -> Iterator[Any]:
+    """Yield these values and all that is in them: items of containers, and attributes of objects that are no modules."""
     seen: set[int] = set()
+    stack = list(roots)
     while stack:
         item = stack.pop()
-        if item is x:
-            return True
+        yield item
         if id(item) in seen or isinstance(item, (torch.Tensor, nn.Module, type)):
             continue
         seen.add(id(item))
@@ -536,7 +564,6 @@ def _inside(x: Any, args: Any, kwargs: Any) -> bool:
             stack.extend(item)
         elif hasattr(item, "__dict__"):
             stack.extend(vars(item).values())
-    return False
 
 
 def _find_loss(flat: FlatCapture, module: nn.Module, args: Any, kwargs: Any, values: Sequence[Any]) -> int | None:

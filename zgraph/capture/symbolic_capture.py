@@ -23,6 +23,7 @@ from zgraph.program.node import NodeInfo, Phase, info, set_info
 from zgraph.program.program import InputRole, Program
 from zgraph.program.sizes import ProgramSize, SizeGuard, Sizes, is_symbolic
 from zgraph.torch_compat import symbols
+from zgraph.torch_compat.flat_capture import OutputNumbers
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,43 @@ def traced_sizes(
             assert known.symbol == symbol, f"{name}: {known.symbol} and {symbol}"
     refuse_numbers(tuple(traced.values()), graph)
     return tuple(traced.values())
+
+
+def take_out_numbers(module: fx.GraphModule) -> dict[int, torch.SymInt]:
+    """Take the whole numbers that are made from sizes out of a captured forward's outputs; return them by position."""
+    output = module.graph.output_node()
+    returned: Any = output.args[0]
+    numbers = {
+        at: node.meta["example_value"]
+        for at, node in enumerate(returned)
+        if isinstance(node, fx.Node)
+        and isinstance(node.meta.get("example_value"), torch.SymInt)
+        and not symbols.is_unknown(node.meta["example_value"])
+    }
+    if numbers:
+        output.args = (tuple(item for at, item in enumerate(returned) if at not in numbers),)
+        for node in reversed(list(module.graph.nodes)):
+            of_size = node.op == "call_function" and isinstance(node.meta.get("example_value"), torch.SymInt)
+            if of_size and not node.users:
+                module.graph.erase_node(node)
+        module.recompile()
+    return numbers
+
+
+def output_numbers(numbers: dict[int, torch.SymInt], traced: Sequence[TracedSize]) -> OutputNumbers | None:
+    """Return how the numbers that were taken out are computed from sizes of a call's inputs.
+
+    Raises `SizeError` for one that depends on something else.
+    """
+    by_symbol = {t.symbol: (t.index, t.dim) for t in reversed(traced)}
+    free = symbols.free_symbols(tuple(numbers.values()))
+    if free - by_symbol.keys():
+        raise SizeError(
+            "the model returns, or keeps, a number that depends on something else than sizes of inputs",
+            why=f"{free - by_symbol.keys()}",
+            hint="return a tensor, or compute the number outside of forward",
+        )
+    return OutputNumbers(numbers, {s: by_symbol[s] for s in free}) if numbers else None
 
 
 def refuse_numbers(traced: Sequence[TracedSize], graph: fx.Graph) -> None:

@@ -39,7 +39,7 @@ class CallSizeTracker:
         self._told_fixed = plan.shapes == "static" or self.fixed is None
         self._varying: LearnedSizes | None = None
         # reasons why sizes are numbers that the user has not been told yet
-        self.reasons: list[tuple[str, ZgraphError]] = []
+        self.reasons: list[tuple[list[str], ZgraphError]] = []
         self.told_scattered: set[str] = set()  # declared inputs that the user was told are not contiguous
         self._seen: dict[str, Shapes] = {}  # of static programs: the first shapes seen, by the call's family
 
@@ -203,7 +203,7 @@ class CallSizes:
             return False
         self.closed = True
         if family.close(sorted(gone), error.what):
-            self.known.reasons.append((", ".join(sorted(gone)), error))
+            self.known.reasons.append((sorted(gone), error))
         return True
 
     def restore(self) -> None:
@@ -232,7 +232,7 @@ class CallSizes:
         for names, error in reasons:
             where = f" ({error.where})" if error.where else ""
             why = f"{error.what}: {error.why}" if error.why else error.what
-            logger.warning("each %s is a program of its own: %s%s", names, why, where)
+            logger.warning("each %s is a program of its own: %s%s", " and each ".join(names), why, where)
         if entry.open:
             sizes = entry.program().captured.sizes.every
             ranges = "; ".join(f"{s.name} is {s.range}{f' ({s.where})' if s.where else ''}" for s in sizes)

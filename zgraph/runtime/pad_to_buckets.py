@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -99,6 +100,7 @@ class _Seen:
 
     lengths: Lengths  # the padded sizes
     shapes: tuple[tuple[int, ...] | None, ...]  # of each flat output; None for one that is not a tensor
+    numbers: tuple[int | float, ...]  # the Python numbers in the code around the graph
 
 
 class Pads(Protocol):
@@ -281,7 +283,7 @@ class PaddedCalls:
         flat = trace.flat.flatten(self.rank.module, args, kwargs)
         shape_of = trace.shapes_in(flat)
         shapes = tuple(shape_of(v) if isinstance(v, torch.Tensor) else None for v in flat_values(trace.flat))
-        if not any(shapes):
+        if not any(shapes) and not trace.gives_numbers(self.rank.module, args, kwargs):
             return {}
         named = {(i, d): pad.size for i, pad in self._numbered(args, kwargs) for d in pad.dims}
         rest = tuple(
@@ -289,11 +291,17 @@ class PaddedCalls:
             for i, x in enumerate(pytree.tree_leaves((args, kwargs)))
         )
         known = self._seen.setdefault((signed(self.rank.module, args, kwargs).form, rest), [])
-        here = _Seen(lengths, shapes)
+        here = _Seen(lengths, shapes, trace.flat.code_numbers)
         sizes_by_output: dict[int, dict[int, str]] = {}
         for name in lengths:
             other = next((seen for seen in known if _differs_in(seen, here) == {name}), None)
-            other = other or self._at_another(call, name, here, capture)
+            if other is None or other.numbers != here.numbers:
+                other = self._at_another(call, name, here, capture)
+            if other.numbers != here.numbers:
+                raise _untold(
+                    f"a Python number that forward returns, or keeps, differs with {name}",
+                    f"numbers at {here.lengths[name]}: {_only(here, other)}; at {other.lengths[name]}: {_only(other, here)}",
+                )
             for at, dim in _followers(here, other, name):
                 sizes_by_output.setdefault(at, {})[dim] = name
         known.append(here)
@@ -318,21 +326,19 @@ class PaddedCalls:
                 shape = [other if d in pad.dims else n for d, n in enumerate(x.shape)]
                 leaves[number] = torch.empty(shape, dtype=x.dtype, device=x.device).requires_grad_(x.requires_grad)
         try:
-            shapes = [
-                v.shape if isinstance(v, torch.Tensor) else None
-                for v in flat_values(capture(pytree.tree_unflatten(leaves, spec)).flat)
-            ]  # type: ignore[arg-type]
+            flat = capture(pytree.tree_unflatten(leaves, spec)).flat  # type: ignore[arg-type]
         except ZgraphError as error:
             raise _untold(
                 "the model can't be captured at another size", f"at {name} = {other}: {error.what}"
             ) from error
+        shapes = [v.shape if isinstance(v, torch.Tensor) else None for v in flat_values(flat)]
         fixed_shapes = tuple(tuple(map(int, shape)) if shape is not None else None for shape in shapes)
         if [s if s is None else len(s) for s in fixed_shapes] != [s if s is None else len(s) for s in here.shapes]:
             raise _untold(
                 "other outputs come of it at another size",
                 f"{len(here.shapes)} at {length}, {len(fixed_shapes)} at {other}",
             )
-        return _Seen({**here.lengths, name: other}, fixed_shapes)
+        return _Seen({**here.lengths, name: other}, fixed_shapes, flat.code_numbers)
 
     @contextmanager
     def runs(self, padded: Padded) -> Iterator[None]:
@@ -416,6 +422,11 @@ def _differs_in(one: _Seen, other: _Seen) -> set[str]:
     }
 
 
+def _only(one: _Seen, other: _Seen) -> str:
+    """Return the numbers that one capture has more often than another."""
+    return ", ".join(map(str, (Counter(one.numbers) - Counter(other.numbers)).elements()))
+
+
 def _followers(here: _Seen, other: _Seen, name: str) -> Iterator[tuple[int, int]]:
     """Yield (flat output, dimension) of each dimension that follows the size of this name. Raises `CaptureError` for
     one that is computed from it.
@@ -440,5 +451,6 @@ def _untold(what: str, why: str) -> CaptureError:
         f"the padding of an output can't be told: {what}",
         where="shapes.buckets",
         why=why,
-        hint='let forward give tensors with the size of its inputs (and reshape, shift or join them outside), or leave it out; or shapes="auto"',
+        hint="let forward give tensors with the size of its inputs (and reshape, shift or join them outside), or leave it out (of a cache "
+        'of transformers: use_cache=False); or shapes="auto"',
     )

@@ -12,13 +12,35 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
 
+from zgraph.torch_compat import symbols
 from zgraph.torch_compat.changing_numbers import ChangingNumbers
 from zgraph.torch_compat.guards import Effects, Failing, Guards, live
 
 
 class _Stop(Exception):
     """Ends the replay of dynamo's bytecode once it has handed over the graph's inputs."""
+
+
+@dataclass(frozen=True)
+class OutputNumbers:
+    """The Python numbers among a model's flat outputs that are computed from sizes of its inputs: a program gives none.
+
+    (The length that a cache of keys has, which transformers' models return.)
+    """
+
+    numbers: dict[int, torch.SymInt]  # each number as it was captured, by its position among the flat outputs
+    places: dict[Any, tuple[int, int]]  # (flat input, dimension) of the size that is each symbol
+
+    def beside(self, results: Sequence[Any], flat: Sequence[Any]) -> list[Any]:
+        """Return the model's flat outputs for a call's flat inputs: the graph's results, and the numbers between them."""
+        sizes = {symbol: flat[at].shape[dim] for symbol, (at, dim) in self.places.items()}
+        captured = any(isinstance(size, torch.SymInt) for size in sizes.values())
+        outputs = list(results)
+        for at, number in self.numbers.items():
+            outputs.insert(at, number if captured else symbols.substituted(symbols.expression(number), sizes))
+        return outputs
 
 
 @dataclass
@@ -35,6 +57,7 @@ class FlatCapture:
     _numbers: ChangingNumbers | None = None  # the half that computes Python numbers; None if there are none
     # (flat output, dimension, flat output that is its size): outputs given at their largest size; the sizes come last
     crops: tuple[tuple[int, int, int], ...] = ()
+    output_numbers: OutputNumbers | None = None  # outputs that are computed beside the graph; None if there are none
     _bound: Callable[..., Any] | None = None  # the replay that `around` made at its first call
     _within: Callable[..., Sequence[Any]] | None = None  # the graph that `around` runs at this call
 
@@ -67,17 +90,25 @@ class FlatCapture:
         """The names of the Python numbers that are constants of this capture."""
         return self._guards.constant_numbers
 
-    def changed_numbers(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-        """Return the names of the Python numbers that are constants of this capture and have another value now."""
+    def changed_numbers(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the Python numbers that are constants of this capture and have another value now, by name."""
         return self._guards.changed_numbers(owner, args, kwargs)
+
+    @property
+    def code_numbers(self) -> tuple[int | float, ...]:
+        """The Python numbers in the code around the graph, those that the model returns or keeps among them."""
+        constants = pytree.tree_leaves(self._output.graph_capture_output.bytecode.co_consts)
+        return tuple(sorted(n for n in constants if type(n) in (int, float)))
 
     def bind(self, compiled: Callable[..., Sequence[Any]]) -> Callable[..., Any]:
         """Return a function with the user's signature (the module first) that runs `compiled` on the flat inputs."""
 
-        def cropped(*flat: Any) -> Sequence[Any]:
-            return self._cropped(compiled(*flat))
+        def completed(*flat: Any) -> Sequence[Any]:
+            results = self._cropped(compiled(*flat)) if self.crops else compiled(*flat)
+            return self.output_numbers.beside(results, flat) if self.output_numbers is not None else results
 
-        within: Callable[..., Sequence[Any]] = cropped if self.crops else compiled
+        # (read at each call: the first replay is made while the capture is being completed)
+        within: Callable[..., Sequence[Any]] = completed
         if self._numbers is not None:
             within = self._numbers.around(within)
         # (torch 2.11 leaves builtins out of what its replay may refer to)

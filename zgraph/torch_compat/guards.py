@@ -181,16 +181,16 @@ class Guards:
         """The names of the numbers that are constants of the capture."""
         return self._numbers.keys()
 
-    def changed_numbers(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-        """Return the names of the constant numbers that have another value now."""
+    def changed_numbers(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the constant numbers that have another value now, or one that is made from a size, by name."""
         names = {"L": self._scope.of(owner, args, kwargs), "G": self._globals}
-        changed_names = []
+        changed: dict[str, Any] = {}
         for name, before in self._numbers.items():
             with contextlib.suppress(Exception):  # (what can't be read by its name alone stays a constant)
                 now = eval(name, dict(names))
-                if type(now) is type(before) and now != before:
-                    changed_names.append(name)
-        return changed_names
+                if isinstance(now, torch.SymInt) or (type(now) is type(before) and now != before):
+                    changed[name] = now
+        return changed
 
     def _wanted(self, entries: Sequence[Any]) -> Sequence[bool]:
         for e in entries:  # guards are built twice, and a property may have given another object the first time
