@@ -7,6 +7,7 @@ Megatron writes by hand.)
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 
@@ -82,6 +83,16 @@ def _log_softmax_backward(node: fx.Node, build: Build) -> fx.Node | None:
     return build(aten.sub.Tensor, grad, build(aten.mul.Tensor, build(aten.exp.default, out), total))
 
 
+def _logsumexp(node: fx.Node, build: Build) -> fx.Node | None:
+    x, dims = node.args[:2]
+    top = build(aten.amax.default, x, dims, True)
+    infinite = build(aten.eq.Scalar, build(aten.abs.default, top), math.inf)
+    top = build(aten.where.self, infinite, _zero(tensor(top), build), top)
+    total = build(aten.sum.dim_IntList, build(aten.exp.default, build(aten.sub.Tensor, x, top)), dims, True)
+    result = build(aten.add.Tensor, build(aten.log.default, total), top)
+    return result if argument(node, 2, False) else build(aten.squeeze.dims, result, dims)
+
+
 def _softmax(node: fx.Node, build: Build) -> fx.Node | None:
     x, dim, to_float = node.args
     if to_float:
@@ -141,6 +152,7 @@ EXPANSIONS: dict[object, Expansion] = {
     aten.addmm.default: _addmm,
     aten._log_softmax.default: _log_softmax,
     aten._log_softmax_backward_data.default: _log_softmax_backward,
+    aten.logsumexp.default: _logsumexp,
     aten._softmax.default: _softmax,
     aten._softmax_backward_data.default: _softmax_backward,
     aten.nll_loss_forward.default: _nll_loss,

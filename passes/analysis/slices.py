@@ -35,6 +35,11 @@ _CUTS: dict[object, int] = {  # (by operator, the argument that is the dimension
 _SHAPES = "tensor_meta"  # (torch's own note of whole shapes)
 
 
+def elements(node: fx.Node) -> int:
+    """Return the number of elements of the largest of a node's tensors."""
+    return max((t.numel() for t in tensors(node)), default=0)
+
+
 def rows_of(axes: Axes, node: fx.Node, axis: Axis) -> bool:
     """Return whether any of a node's tensors has this axis."""
     return any(axis in dim for shape in axes.shapes(node) for dim in shape)
@@ -57,7 +62,8 @@ def sliced(axes: Axes, node: fx.Node, axis: Axis) -> tuple[bool, ...] | None:
     if len(labels) != 1 or labels[0] in rule.whole:
         return None
     label = labels[0]
-    known = [*zip(rule.operands, [axes.shape(o) for o in operands_of(node)], strict=True)]
+    operands = enumerate(zip(rule.operands, [axes.shape(o) for o in operands_of(node)], strict=True))
+    known = [(dims, shape) for i, (dims, shape) in operands if i not in rule.unread or any(dims)]
     results = [*zip(rule.results, axes.shapes(node), strict=True)]
     for dims, shape in [*known, *results]:
         for names, own in zip(dims, shape, strict=True):

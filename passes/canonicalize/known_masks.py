@@ -17,10 +17,9 @@ import torch
 from torch import fx
 
 from zgraph.passes.analysis.axes import Axes, Axis
-from zgraph.passes.analysis.slices import rows_of, sliced
+from zgraph.passes.analysis.slices import elements, rows_of, sliced
 from zgraph.passes.contract import graph_pass
 from zgraph.passes.spmd.local_sizes import SIZES
-from zgraph.passes.tiling.chunks import elements
 from zgraph.program import cpu_attention
 from zgraph.program.aliases import is_random
 from zgraph.program.node import tensor

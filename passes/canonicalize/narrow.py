@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import fx
 
-from zgraph.passes.analysis.classification_losses import normalised
+from zgraph.passes.analysis.classification_losses import logits_of
 from zgraph.passes.contract import graph_pass
 from zgraph.passes.spmd.sharding_rules import argument
 from zgraph.program.aliases import is_cast
@@ -47,10 +47,10 @@ def _product(node: fx.Node) -> bool:
     bitwise=False,
 )
 def narrow(program: Program) -> dict[str, int]:
-    losses = [n for n in program.graph.nodes if _of_forward(n) and normalised(n) is not None]
+    products = logits_of(program)
     counts = {"forward": 0, "backward": 0}
     for node in program.nodes:
-        if _product(node) and _of_forward(node) and _reaches(node, losses):
+        if node in products and _product(node):
             narrowed = _Narrowed(program, node)
             counts["forward"] += narrowed.forward()
             counts["backward"] += narrowed.backward()
@@ -60,19 +60,6 @@ def narrow(program: Program) -> dict[str, int]:
 
 def _of_forward(node: fx.Node) -> bool:
     return node.op == "call_function" and info(node).phase is Phase.FORWARD
-
-
-def _reaches(node: fx.Node, others: Sequence[fx.Node]) -> bool:
-    """Return whether one of `others` is computed from a node with no other product in between."""
-    stack, seen = [node], {node}
-    while stack:
-        for user in stack.pop().users:
-            if user in others:
-                return True
-            if user not in seen and _of_forward(user) and user.target not in (aten.mm.default, aten.addmm.default):
-                seen.add(user)
-                stack.append(user)
-    return False
 
 
 class _Narrowed:
@@ -108,7 +95,8 @@ class _Narrowed:
             )
             for cast in self.casts:
                 new_node = self._like(cast, cast.target, (new_node, *cast.args[1:]), cast.kwargs)
-            new_node = self._view(new_node, tensor(self.node).shape, self.node)
+            # (not as the slice: its record would make the gradient's padding one of the operators behind the product)
+            new_node = self._view(new_node, tensor(self.node).shape, self.product)
         self.node.replace_all_uses_with(new_node)
         self._refresh(new_node)
         return len(self.cuts)

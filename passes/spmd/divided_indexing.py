@@ -84,7 +84,7 @@ def _gather(reshard: Resharder, node: fx.Node, given: list[fx.Node], record: Nod
 
 
 def _scatter(reshard: Resharder, node: fx.Node, given: list[fx.Node], record: NodeInfo) -> fx.Node:
-    """Build a scatter in which indices of other ranks' rows go to one more row, which is dropped."""
+    """Build a scatter, or a sum into rows, in which indices of other ranks' rows go to one more row, which is dropped."""
     dim: int = argument(node, 1)
     shape = list(tensor(given[0]).shape)
     rows = shape[dim]
@@ -101,7 +101,12 @@ def _scatter(reshard: Resharder, node: fx.Node, given: list[fx.Node], record: No
 
 LOOK_UP = {aten.embedding.default, aten.gather.default}
 # The argument that is the indexed dimension; operators without such an argument index dimension 0.
-LEADS: dict[object, int] = {aten.gather.default: 1, aten.scatter.src: 1, aten.scatter.value: 1}
+LEADS: dict[object, int] = {
+    aten.gather.default: 1,
+    aten.scatter.src: 1,
+    aten.scatter.value: 1,
+    aten.scatter_add.default: 1,
+}
 # Operators that can be computed by a rank's own indices into a dimension that is divided.
 INDEXED: dict[object, Build] = {
     aten.embedding.default: _embedding,
@@ -109,4 +114,5 @@ INDEXED: dict[object, Build] = {
     aten.gather.default: _gather,
     aten.scatter.src: _scatter,
     aten.scatter.value: _scatter,
+    aten.scatter_add.default: _scatter,
 }

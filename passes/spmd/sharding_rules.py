@@ -493,6 +493,16 @@ def _cat(b: _Builder) -> Rule:
     return b.rule([tuple(o) for o in operands], [tuple(after)], whole=whole, linear=tuple(range(len(shapes))))
 
 
+@_for(aten.stack.default)
+def _stack(b: _Builder) -> Rule:
+    result = b.results()[0]
+    dim = int(argument(b.node, 1, 0)) % len(result)
+    labels: list[Label | None] = list(_named("d", len(result)))
+    labels[dim] = None
+    operands = [b.dims(b.shape(i), labels[:dim] + labels[dim + 1 :]) for i in range(len(b.operands))]
+    return b.rule(operands, [b.dims(result, labels)], linear=tuple(range(len(operands))))
+
+
 # -- reductions -------------------------------------------------------------------------------------------------------
 def _reduced(node: fx.Node, count: int) -> list[int]:
     given = argument(node, 1, None)
@@ -516,7 +526,15 @@ def _reduction(b: _Builder) -> Rule | None:
     return b.rule([b.dims(shape, labels)], [b.dims(result, result_labels)], reduction=how, linear=linear)
 
 
-@_for(aten.mean.dim, aten.mean.default, aten.any.dim, aten.var_mean.correction, aten.argmax.default)
+@_for(
+    aten.mean.dim,
+    aten.mean.default,
+    aten.any.dim,
+    aten.any.dims,
+    aten.var_mean.correction,
+    aten.argmax.default,
+    aten.logsumexp.default,
+)
 def _whole_reduction(b: _Builder) -> Rule:
     """Return the rule of a reduction that can't be divided along the reduced dimensions."""
     shape = b.shape(0)
@@ -663,10 +681,10 @@ def _embedding_backward(b: _Builder) -> Rule:
     return b.rule(operands, [b.dims(b.results()[0], ["rows", "e"])], whole=["rows"], linear=(0,))
 
 
-@_for(aten.gather.default, aten.scatter.src, aten.scatter.value)
+@_for(aten.gather.default, aten.scatter.src, aten.scatter.value, aten.scatter_add.default)
 def _gather(b: _Builder) -> Rule | None:
-    """Return the rule of gather(x, dim, index) or scatter(x, dim, index, source): other dimensions have labels where
-    all have the same size.
+    """Return the rule of gather(x, dim, index), scatter(x, dim, index, source) or scatter_add: other dimensions have
+    labels where all have the same size.
     """
     shapes = [b.shape(i) for i in range(len(b.operands))]
     dim = int(argument(b.node, 1)) % max(1, len(shapes[0]))

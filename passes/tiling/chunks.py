@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from zgraph.passes.analysis.axes import Axes, Axis
-from zgraph.passes.analysis.slices import Slices, rows_of, sliced
+from zgraph.passes.analysis.slices import Slices, elements, rows_of, sliced
 from zgraph.passes.spmd.sharding_rules import getitem_of
 from zgraph.program.aliases import made_once
-from zgraph.program.node import NodeInfo, Phase, info, set_info, tensor, tensors
+from zgraph.program.node import NodeInfo, Phase, info, set_info, tensor
 from zgraph.program.program import Program
 
 
@@ -47,11 +47,6 @@ class Obstacle:
 
     node: fx.Node  # the operator that needs all rows
     before: Sorted  # the nodes that were sorted before it
-
-
-def elements(node: fx.Node) -> int:
-    """Return the number of elements of the largest of a node's tensors."""
-    return max((t.numel() for t in tensors(node)), default=0)
 
 
 def sort(

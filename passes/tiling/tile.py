@@ -1,11 +1,12 @@
 """Regions of the model run in chunks, over slices of their rows: the logits of a long sequence, or the values inside of
 an MLP, are never whole.
 
-A region is a module, with its backward, or the classification loss with the product that gives its logits. Its rows
-(tokens) are an axis that all of its operators can be sliced along. Of a region only its inputs are saved for the
-backward: the backward's chunks recompute the rest. Nothing is rounded otherwise but sums over rows, whose order
-changes. (TiledMLP and the tiled loss of Bekman et al. 2025, "Arctic Long Sequence Training"; of the loss also Hsu et
-al. 2024, "Liger Kernel", and Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models".)
+A region is a module, with its backward, or the classification loss (or log-probabilities and entropies of each row)
+with the product that gives its logits. Its rows (tokens) are an axis that all of its operators can be sliced along. Of
+a region only its inputs are saved for the backward: the backward's chunks recompute the rest. Nothing is rounded
+otherwise but sums over rows, whose order changes. (TiledMLP and the tiled loss of Bekman et al. 2025, "Arctic Long
+Sequence Training"; of the loss also Hsu et al. 2024, "Liger Kernel", and Wijmans et al. 2024, "Cut Your Losses in
+Large-Vocabulary Language Models".)
 
 *Contract.* As `zgraph.passes.tiling.chunks`: nothing outside of a region is changed. It comes before the passes that
 decide about memory and transfers, but after `recompute`, whose min-cut would save values that chunks are to recompute.
@@ -23,11 +24,11 @@ from torch import fx
 from zgraph.errors import PlanError
 from zgraph.names import did_you_mean, matches
 from zgraph.passes.analysis.axes import Axes, Axis
-from zgraph.passes.analysis.classification_losses import LOOK_UPS, normalised
-from zgraph.passes.analysis.slices import PRODUCTS, rows_of
+from zgraph.passes.analysis.classification_losses import logits_of, weights_of
+from zgraph.passes.analysis.slices import elements, rows_of
 from zgraph.passes.contract import graph_pass
 from zgraph.passes.spmd.sharding_rules import getitem_of, operands_of
-from zgraph.passes.tiling.chunks import Chunks, Obstacle, Sorted, elements, sort
+from zgraph.passes.tiling.chunks import Chunks, Obstacle, Sorted, sort
 from zgraph.program.aliases import is_random, is_view
 from zgraph.program.node import Phase, info, sequence
 from zgraph.program.program import Fact, InputRole, OutputRole, Program
@@ -72,7 +73,7 @@ def check_names(program: Program, tiles: Collection[str]) -> None:
 def _wrong_names(program: Program, tiles: Collection[str]) -> list[PlanError]:
     faults: list[PlanError] = []
     forward = [n for n in program.graph.nodes if _of(Phase.FORWARD, n)]
-    if LOSS in tiles and not any(normalised(n) is not None for n in forward):
+    if LOSS in tiles and not logits_of(program):
         faults.append(_no_loss())
     paths = dict.fromkeys(path for n in forward for path in program.modules_around(n))
     for pattern in tiles:
@@ -84,9 +85,9 @@ def _wrong_names(program: Program, tiles: Collection[str]) -> list[PlanError]:
 
 def _no_loss() -> PlanError:
     return PlanError(
-        "there is no classification loss that is computed from a product with a weight",
+        "there is no classification loss, log-probability or entropy that is computed from a product with a weight",
         where=f"tiles.{LOSS}",
-        hint="let the model's forward compute the cross entropy of its logits, and return it",
+        hint="let the model's forward compute the cross entropy or the log-probabilities of its logits, and return these",
     )
 
 
@@ -119,11 +120,7 @@ class _Tiler:
         self.axes = Axes(program)
         self.done: set[fx.Node] = set()
         self.results = set(program.output_values())
-        # Parameters, and values that are computed from them alone.
-        self.weights = set(program.input_nodes(InputRole.PARAMETER).values())
-        for node in program.graph.nodes:
-            if node.all_input_nodes and self.weights.issuperset(node.all_input_nodes) and node.op == "call_function":
-                self.weights.add(node)
+        self.weights = weights_of(program)
 
     def run(self) -> dict[str, int]:
         faults = _wrong_names(self.program, self.tiles) if self.whole else []
@@ -153,16 +150,8 @@ class _Tiler:
         """
         if LOSS not in self.tiles:
             return []
-        logits_of: dict[fx.Node, fx.Node] = {}
-        for node in self._forward():
-            logits = normalised(node)
-            product = self._product(logits) if logits is not None and _picks(self.program, node) else None
-            if logits is not None and product is not None:
-                logits_of.setdefault(product, logits)
-        if not logits_of and self.whole:
-            raise _no_loss()
         regions = []
-        for product, logits in logits_of.items():
+        for product, logits in logits_of(self.program).items():
             nodes = _behind(self.program, product)
             classes = set(self._axes_of(w for w in product.all_input_nodes if w in self.weights))
             bound = max(elements(o) for o in operands_of(product) if o not in self.weights)
@@ -174,18 +163,6 @@ class _Tiler:
                 )
             )
         return regions
-
-    def _product(self, logits: fx.Node) -> fx.Node | None:
-        """Return the product with a weight that logits come from, through values that are as large; None if there is
-        none.
-        """
-        size, stack = elements(logits), [logits]
-        while stack:
-            node = stack.pop()
-            if node.target in PRODUCTS and any(o in self.weights for o in operands_of(node)):
-                return node
-            stack += [o for o in node.all_input_nodes if o.op == "call_function" and elements(o) >= size]
-        return None
 
     # -- modules ------------------------------------------------------------------------------------------------------
     def _modules(self) -> list[tuple[_Region, list[Axis]]]:
@@ -378,11 +355,6 @@ def _calls(nodes: Sequence[fx.Node]) -> list[dict[fx.Node, None]]:
 
 
 # -- losses -----------------------------------------------------------------------------------------------------------
-def _picks(program: Program, node: fx.Node) -> bool:
-    """Return whether one class of each row is looked up in a value that is computed from this node."""
-    return any(n.target in LOOK_UPS for n in _behind(program, node))
-
-
 def _sum_losses(program: Program) -> None:
     """Rewrite a mean over targets as their sum, divided by their number after it: the sum can be computed in chunks."""
     for node in program.graph.find_nodes(op="call_function", target=aten.nll_loss_forward.default):

@@ -18,7 +18,7 @@ pytest.importorskip("datasets")
 
 from trl_trainers import trained
 
-from zgraph.hf.fused_heads import capturable_heads
+from zgraph.hf.fused_heads import LogProbabilities, capturable_heads
 
 
 @pytest.mark.slow
@@ -54,8 +54,6 @@ def test_a_run_of_trl_is_that_of_ddp(
 def test_the_head_has_the_numbers_of_trls(softcap, scale, temperature, bias):
     from trl.kernels import ChunkedLogProbFunction
 
-    from zgraph.hf.fused_heads import LogProbabilities
-
     outputs = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
     torch.manual_seed(0)
     tensors = [torch.randn(7, 8), torch.randn(33, 8), torch.randn(33) if bias else None]
@@ -69,6 +67,33 @@ def test_the_head_has_the_numbers_of_trls(softcap, scale, temperature, bias):
     for theirs, ours in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     assert not any(value.requires_grad for value in found[1][2:5])
+
+
+class Head(nn.Module):
+    """TRL's head with all that it may be asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 33)
+
+    def forward(self, hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        outputs = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+        rows = self.body(hidden)[:, :-1].reshape(-1, 4)
+        return LogProbabilities.apply(
+            rows, self.head.weight, self.head.bias, targets.reshape(-1), 0.7, 8, 20.0, 0.5, outputs
+        )
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_the_head_in_chunks_has_the_numbers_of_whole_logits(backend):
+    torch.manual_seed(0)
+    inputs = torch.randn(2, 5, 4).double(), torch.randint(0, 33, (2, 4))
+    plan = zgraph.Plan(backend=backend, zero=3, tiles={"loss": 3})
+    found = zgraph.verify(
+        Head().double(), plan, 2, inputs, loss_fn=lambda outputs: (outputs[0] - 0.1 * outputs[1].square()).mean()
+    )
+    assert found.ok, str(found)
+    assert any(d.what == "gradient" for d in found.differences)
 
 
 class Scores(nn.Module):

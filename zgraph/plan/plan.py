@@ -396,7 +396,8 @@ class Plan(Record, frozen=True):
         default_factory=Tiles,
         description="what runs in chunks over slices of its rows, so that nothing inside of it is stored whole: a table from "
         "patterns of module paths, "
-        'or "loss" (the classification loss with the matrix product that gives its logits), to numbers of chunks',
+        'or "loss" (the classification loss, or log-probabilities and entropies, with the matrix product that gives '
+        "their logits), to numbers of chunks",
     )
     attention: AttentionTable = Field(
         examples=[{"layers.*": {"kind": "bigbird", "block": 64}}],

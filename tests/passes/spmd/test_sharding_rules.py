@@ -181,6 +181,8 @@ def _examples() -> list[Example]:
     of(aten.cat.default, [x(4, 8), x(4, 4), x(4, 4)], -1)
     of(aten.cat.default, [x(4, 6), x(2, 6)])
     of(aten.cat.default, [x(4, 6), x(4, 1)], 1)
+    of(aten.stack.default, [x(4, 6), x(4, 6)])
+    of(aten.stack.default, [x(4, 6), x(4, 6), x(4, 6)], -1)
 
     # Reductions.
     of(aten.sum.default, x(4, 6))
@@ -192,10 +194,13 @@ def _examples() -> list[Example]:
     of(aten.amin.default, x(4, 6), [1])
     of(aten.mean.default, x(4, 6))
     of(aten.any.dim, x(4, 6) > 1, -1)
+    of(aten.any.dims, x(2, 4, 6) > 1, [0, -1], True)
     of(aten.var_mean.correction, x(2, 4, 6), [-1], correction=0, keepdim=True)
     of(aten.argmax.default, x(4, 6), -1)
     of(aten.argmax.default, x(4, 6), 0, True)
     of(aten.argmax.default, x(4, 6))
+    of(aten.logsumexp.default, x(2, 4, 6), [-1])
+    of(aten.logsumexp.default, x(4, 6), [0], True)
     for softmax in (aten._softmax, aten._log_softmax):
         of(softmax.default, x(2, 4, 6), -1, False)
         of(softmax.default, x(4, 6), 0, False)
@@ -218,6 +223,7 @@ def _examples() -> list[Example]:
     of(aten.gather.default, x(4, 6), -1, n(6, 2, 2))
     of(aten.scatter.src, x(4, 6), 1, n(6, 4, 1), x(4, 1))
     of(aten.scatter.value, x(4, 6), 0, n(4, 1, 6), 2.0)
+    of(aten.scatter_add.default, x(4, 6), 1, n(6, 4, 3), x(4, 3))
     of(aten.index.Tensor, x(4, 6), [None, n(6, 4)])
     of(aten.index.Tensor, x(4, 6, 2), [n(4, 2, 4)])
     of(aten.index.Tensor, x(4, 6), [n(4, 2), n(6, 2)])
