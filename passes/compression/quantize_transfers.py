@@ -105,6 +105,26 @@ class QuantizedTransfer:
             mean = self._sum(start, part, whole) if self.sums else self._back(MEAN_OF_BLOCKS, start, part)
             self._replace(start, self._whole(mean) if whole else mean)
 
+    def turned(self) -> None:
+        """Send each rank its part of the operand, which an all-to-all exchanges."""
+        with self.program.graph.inserting_before(self.start):
+            sent = self._layout(TO_BLOCKS, (self.operand, *self.told, self.ranks), "sent")
+            sizes = [bytes_of(part_of(tensor(self.operand).numel(), self.ranks), *self.told)] * self.ranks
+            start = self._collective(collectives.ALL_TO_ALL, (sent, sizes, sizes, self.dim), "bytes")
+        with self.program.graph.inserting_before(self.wait):
+            self._replace(start, self._back(FROM_BLOCKS, start, list(self.like.shape)))
+
+    def passed_on(self, arrived: dict[fx.Node, fx.Node]) -> None:
+        """Send the operand to the next rank. What was made of bytes that have `arrived` goes on as these bytes; add
+        the value that comes to them."""
+        with self.program.graph.inserting_before(self.start):
+            sent = arrived.get(self.operand) or self._layout(TO_BLOCKS, (self.operand, *self.told, 1), "sent")
+            start = self._collective(collectives.SHIFT, (sent, self.ranks, self.dim), "bytes")
+        with self.program.graph.inserting_before(self.wait):
+            value = self._back(FROM_BLOCKS, start, list(self.like.shape), parts=1)
+            arrived[value] = value.all_input_nodes[0]
+            self._replace(start, value)
+
     def _in_parts(self) -> fx.Node:
         """Return the operand in one dimension, padded so that the number of ranks divides its length."""
         flat = self._layout(aten.view.default, (self.operand, [-1]), "flat")
@@ -171,9 +191,16 @@ class QuantizedTransfer:
     def _collective(self, target: object, args: tuple[object, ...], name: str) -> fx.Node:
         return self.program.call(target, args, self.over, name=f"{self.start.name}_{name}")
 
-    def _back(self, target: object, start: fx.Node, shape: list[int], dtype: torch.dtype | None = None) -> fx.Node:
+    def _back(
+        self,
+        target: object,
+        start: fx.Node,
+        shape: list[int],
+        dtype: torch.dtype | None = None,
+        parts: int | None = None,
+    ) -> fx.Node:
         came = self.program.call(collectives.WAIT, (start,), self.waits, name=f"{start.name}_here")
-        return self._layout(target, (came, *self.told, self.ranks, shape, dtype or self.like.dtype), "back")
+        return self._layout(target, (came, *self.told, parts or self.ranks, shape, dtype or self.like.dtype), "back")
 
     def _replace(self, start: fx.Node, result: fx.Node) -> None:
         """Replace the wait by `result`; `start` gets the name of the old start, which is the transfer's."""

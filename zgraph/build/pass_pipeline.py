@@ -355,7 +355,7 @@ def _reduction_options(context: PassContext) -> CompressOptions:
 
 def _exchange_options(context: PassContext) -> CompressOptions:
     wire = context.plan.wire
-    return CompressOptions(wire.activations, wire.block, costs=context.costs, over=TENSOR_DIM)
+    return CompressOptions(wire.activations, wire.block, costs=context.costs)
 
 
 def message_options(plan: Plan) -> CompressOptions:
@@ -438,7 +438,9 @@ STEP_PASSES: tuple[PassRow[PassContext], ...] = (
     PassRow(compress_reductions, _in_training(_compresses("reduce")), _reduction_options),
     PassRow(
         compress_exchanges,
-        lambda c: _compresses("activations")(c).unless(not _over(TENSOR_DIM)(c).runs, "no ranks divide layers"),
+        lambda c: _compresses("activations")(c).unless(
+            not any(_over(dim)(c).runs for dim in (TENSOR_DIM, CONTEXT_DIM)), "no ranks divide layers or sequences"
+        ),
         _exchange_options,
     ),
     PassRow(

@@ -317,9 +317,11 @@ CONFLICTS = (
     ),
     Conflict(
         "wire.activations",
-        lambda plan: plan.wire.activations != "same" and _ranks(plan, "pp") == 1 and _ranks(plan, "tp") == 1,
-        "wire.activations is set without a pipeline and without tensor parallelism",
-        why="pipeline stages and the ranks of mesh.tp alone send activations in few bits; those of mesh.cp send them as they are",
+        lambda plan: (
+            plan.wire.activations != "same" and all(_ranks(plan, dimension) == 1 for dimension in ("pp", "tp", "cp"))
+        ),
+        "wire.activations is set, but no ranks exchange activations",
+        why="pipeline stages do, and ranks that divide layers (mesh.tp) or sequences (mesh.cp)",
         hint='mesh={"pp": 2, "dp": -1} has two stages; or leave it out',
     ),
     Conflict(

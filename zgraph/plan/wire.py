@@ -22,8 +22,8 @@ class Wire(Record, frozen=True):
     reduce: Format = Field(default="same", description="of gradients, where they are sent to the rank that keeps them")
     activations: Format = Field(
         default="same",
-        description="of what pipeline stages send each other, and ranks of tensor parallelism: activations, and in the backward their "
-        "gradients",
+        description="of what pipeline stages send each other, and ranks of tensor and context parallelism: activations, and in the backward "
+        "their gradients",
     )
     block: StrictInt = Field(default=256, ge=8, le=1 << 20, description="elements for each scale (of 4 bytes)")
     rounding: Rounding = Field(

@@ -28,7 +28,7 @@ class CompressedValues:
         self._sent: dict[
             str | None, tuple[fx.Node, list[Tensor]]
         ] = {}  # by transfer: the operator that quantizes, and its operand on each rank
-        self._groups: dict[str | None, str] = {}
+        self._starts: dict[str | None, fx.Node] = {}  # by transfer: its collective
         # by name of a value between pipeline stages: (the operator that quantizes, its operand and its result on each rank)
         self._messages: dict[tuple[str, bool], list[tuple[fx.Node, list[Tensor], Sequence[Any]]]] = {}
 
@@ -45,7 +45,9 @@ class CompressedValues:
         elif node.target in SENDERS:
             self._sent[info(node).transfer] = node, [env[node.all_input_nodes[0]] for env in environments]
         elif collectives.is_start(node):
-            self._groups[info(node).transfer] = collectives.group_of(node)
+            self._starts[info(node).transfer] = node
+            if node.target is collectives.SHIFT:
+                self._pass_on(program, node)
         elif node.target in (FROM_BLOCKS, MEAN_OF_BLOCKS):
             for rank, result in enumerate(results):
                 self._compare(program, node, rank, result)
@@ -66,18 +68,33 @@ class CompressedValues:
                 return
         self.differences.append(Difference(what, f"{name} (not the bytes that were sent)", rank, math.inf, 1.0, False))
 
+    def _pass_on(self, program: Program, start: fx.Node) -> None:
+        """Note, of a shift of bytes that came by a shift before, what they were made of: a value of an earlier rank."""
+        operand = start.all_input_nodes[0]
+        if not collectives.is_wait(operand) or info(operand).transfer not in self._sent:
+            return
+        sender, operands = self._sent[info(operand).transfer]
+        dim = collectives.group_of(start)
+        groups = [group_ranks(program.mesh, dim, rank) for rank in range(len(operands))]
+        self._sent[info(start).transfer] = sender, [operands[g[g.index(rank) - 1]] for rank, g in enumerate(groups)]
+
     def _compare(self, program: Program, node: fx.Node, rank: int, value: Tensor) -> None:
         transfer = info(node).transfer
         name = str(info(node).param or transfer)
         sender, operands = self._sent[transfer]
-        group = group_ranks(program.mesh, self._groups[transfer], rank)
+        start = self._starts[transfer]
+        group = group_ranks(program.mesh, collectives.group_of(start), rank)
+        at = group.index(rank)
         format, block, parts = sender.args[-3:]
         sent = [operands[r].reshape(-1) for r in group]
         bounds = [most_wrong(x, format, block, parts, is_drawn(sender)).reshape(-1) for x in sent]  # type: ignore[arg-type]
         if node.target is MEAN_OF_BLOCKS:
-            at = group.index(rank)
             exact = torch.stack([x.double().chunk(len(group))[at] for x in sent]).mean(0)
             bound = torch.stack([b.chunk(len(group))[at] for b in bounds]).mean(0)
+        elif start.target is collectives.ALL_TO_ALL:
+            exact, bound = (torch.cat([x.chunk(len(group))[at] for x in row]).double() for row in (sent, bounds))
+        elif start.target is collectives.SHIFT:
+            exact, bound = sent[at - 1].double(), bounds[at - 1]
         else:
             exact, bound = torch.cat(sent).double(), torch.cat(bounds)
         bound = bound + exact.abs() * torch.finfo(value.dtype).eps * len(group)  # (rounding of the sum)

@@ -280,7 +280,7 @@ def test_declared_lengths_that_ranks_do_not_divide_are_refused() -> None:
 
 
 # -- refused ----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("mesh", [{"dp": -1}, {"dp": -1, "cp": 2}])
-def test_a_plan_that_sends_no_activations_in_few_bits_is_refused(mesh: dict[str, int]) -> None:
-    with pytest.raises(PlanError, match="is set without a pipeline and without tensor parallelism"):
+@pytest.mark.parametrize("mesh", [{"dp": -1}, {"replicate": 2, "dp": -1}])
+def test_a_plan_that_sends_no_activations_is_refused(mesh: dict[str, int]) -> None:
+    with pytest.raises(PlanError, match="no ranks exchange activations"):
         plan(mesh=mesh)

@@ -294,7 +294,7 @@ def test_lengths_that_differ_from_step_to_step(two: Ranks) -> None:
     [
         (
             {"mesh": {"dp": -1}, "micro_batches": 1},
-            "is set without a pipeline and without tensor parallelism",
+            "no ranks exchange activations",
         ),
         ({"wire": {"activations": "int3"}}, "activations"),
         ({"wire": {"activations": True}}, "activations"),
