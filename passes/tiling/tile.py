@@ -209,6 +209,8 @@ class _Tiler:
                 f"{region.given.name!r} of {_place(region.given)} leaves the program",
                 "let the model return only the loss",
             )
+        if region.name == LOSS and next(iter(region.nodes)) in self.done:
+            return  # (the product is in the chunks of other logits, which its own are compared with)
         if not self.done.isdisjoint(region.nodes):
             region = replace(region, nodes={n: None for n in region.nodes if n not in self.done})
         if not region.nodes:

@@ -95,6 +95,19 @@ class Loss(Policy):
         return (per_token * mask).sum() / mask.sum().clamp(min=1)
 
 
+class Compared(Loss):
+    """The logits of a teacher and of a student in one loss; the teacher, which is the student on other words, may be trained as well."""
+
+    def __init__(self, *, detached: bool) -> None:
+        super().__init__()
+        self.detached = detached
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        teacher = self.head(self.hidden(labels))
+        aims = (teacher.detach() if self.detached else teacher).softmax(-1)
+        return F.kl_div(F.log_softmax(self.head(self.hidden(ids)), -1), aims, reduction="batchmean")
+
+
 def batch(rows: int = 4, length: int = 9) -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
     return torch.randint(40, (rows, length)), torch.randint(40, (rows, length))
@@ -114,6 +127,18 @@ def assert_same(model: nn.Module, world: int = 1, rows: int = 4, **plan) -> None
     assert found.ok, str(found)
     assert any(d.what == "output" for d in found.differences)
     assert any(d.what == "gradient" for d in found.differences)
+
+
+@pytest.mark.parametrize("detached", [True, False])
+def test_logits_that_are_compared_with_others_run_in_the_same_chunks(detached):
+    model = Compared(detached=detached)
+    assert_same(model)
+    assert {info(n).chunk is not None for n in products(program_of(model, batch(), tiles={"loss": 3}))} == {True}
+
+
+def products(program: Program) -> list:
+    """The forward's matrix products with the head's columns."""
+    return [n for n in program.nodes if n.target is torch.ops.aten.mm.default and n.meta["val"].shape[-1] == 40]
 
 
 def program_of(model: nn.Module, inputs: tuple[torch.Tensor, ...], **plan) -> Program:
