@@ -283,3 +283,21 @@ def test_any_chain_of_layers_is_bit_for_bit_the_plain_one(kinds, dim, world, sta
     mesh = HSDP if replicated and world == 4 else {"dp": -1}
     found = verify(case, Plan(mesh=mesh, zero=stage, backend="eager", param_persistence_threshold=threshold), world)
     assert found.exact, str(found)
+
+
+class InAList(nn.Module):
+    """Reads a weight a second time, from a list that holds it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.weights = [self.inner.weight]
+
+    def forward(self, x):
+        return (self.inner(x) * self.weights[0].mean()).square().mean()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_weight_that_a_list_holds_has_one_gradient(world):
+    result = zgraph.verify(InAList(), zgraph.Plan(backend="eager"), world, (torch.randn(4, 4),))
+    assert result.ok and any(d.name == "inner.weight" for d in result.differences), result

@@ -154,8 +154,7 @@ class VirtualStep:
         check(self.model, precision, self.specs)
         refuse_unmatched(self.plan, self.model)
         prepare(self.model, precision, self.specs)
-        if world > 1:
-            former_storages(self.model).note_early(self.model)
+        former_storages(self.model).note_early(self.model)
         plain = in_precision(self.model, self.specs)
         count, forward = math.prod(self.sizes.values()), method_of(model)
         parts = self.plan.micro_batches if self.pipelined else 1
