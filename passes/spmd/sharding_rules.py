@@ -146,6 +146,11 @@ def _named(prefix: str, count: int) -> list[Label]:
     return [f"{prefix}{i}" for i in range(count)]
 
 
+def _labels_but(count: int, *dims: int) -> list[Label | None]:
+    """Return a label for each dimension but these, which have none."""
+    return [None if i in {d % count for d in dims} else label for i, label in enumerate(_named("d", count))]
+
+
 # -- element by element -----------------------------------------------------------------------------------------------
 _POINTWISE = {
     aten._to_copy.default,
@@ -368,8 +373,7 @@ def _without_dim(b: _Builder) -> Rule:
     shape = b.shape(0)
     at = 2 if b.node.target is aten.topk.default else 1
     dim = int(argument(b.node, at, 0 if b.node.target is aten.unbind.int else -1)) % len(shape)
-    labels: list[Label | None] = list(_named("d", len(shape)))
-    labels[dim] = None
+    labels = _labels_but(len(shape), dim)
     result_labels = labels[:dim] + labels[dim + 1 :] if b.node.target in (aten.select.int, aten.unbind.int) else labels
     return b.rule([b.dims(shape, labels)], [b.dims(r, result_labels) for r in b.results()])
 
@@ -388,8 +392,7 @@ def _pieces(b: _Builder, whole: int, starts: Sequence[int], sizes: Sequence[int]
 def _cut(b: _Builder, dim: int, starts: Sequence[int], results: Sequence[tuple[int, ...]]) -> Rule:
     """Return the rule of an operator that gives pieces of its operand along a dimension."""
     shape = b.shape(0)
-    labels: list[Label | None] = list(_named("d", len(shape)))
-    labels[dim] = None
+    labels = _labels_but(len(shape), dim)
     before = list(b.dims(shape, labels))
     pieces = _pieces(b, shape[dim], starts, [r[dim] for r in results])
     whole: list[Label] = []
@@ -435,9 +438,7 @@ def _slice(b: _Builder) -> Rule | None:
 
 def _without_label(b: _Builder, *dims: int) -> Rule:
     """Return the rule of an operator whose operands and results have the same dimensions, with no labels for these."""
-    labels: list[Label | None] = list(_named("d", len(b.shape(0))))
-    for dim in dims:
-        labels[dim % len(labels)] = None
+    labels = _labels_but(len(b.shape(0)), *dims)
     return b.rule(
         [b.dims(b.shape(i), labels) for i in range(len(b.operands))], [b.dims(r, labels) for r in b.results()]
     )
@@ -459,8 +460,7 @@ def _in_place_of(b: _Builder) -> Rule:
 def _select_backward(b: _Builder) -> Rule:
     result = b.results()[0]
     dim = int(argument(b.node, 2)) % len(result)
-    labels: list[Label | None] = list(_named("d", len(result)))
-    labels[dim] = None
+    labels = _labels_but(len(result), dim)
     less = labels[:dim] + labels[dim + 1 :]
     operands = [b.dims(b.shape(i), labels if len(b.shape(i)) == len(result) else less) for i in range(len(b.operands))]
     return b.rule(operands, [b.dims(result, labels)], linear=(0,) if len(operands) == 1 else ())
@@ -470,8 +470,7 @@ def _select_backward(b: _Builder) -> Rule:
 def _cat(b: _Builder) -> Rule:
     result = b.results()[0]
     dim = int(argument(b.node, 1, 0)) % len(result)
-    labels: list[Label | None] = list(_named("d", len(result)))
-    labels[dim] = None
+    labels = _labels_but(len(result), dim)
     shapes = [b.shape(i) for i in range(len(b.operands))]
     operands: list[list[tuple[Label, ...]]] = [
         list(b.dims(s, labels)) if len(s) == len(result) else [()] * len(s) for s in shapes
@@ -497,8 +496,7 @@ def _cat(b: _Builder) -> Rule:
 def _stack(b: _Builder) -> Rule:
     result = b.results()[0]
     dim = int(argument(b.node, 1, 0)) % len(result)
-    labels: list[Label | None] = list(_named("d", len(result)))
-    labels[dim] = None
+    labels = _labels_but(len(result), dim)
     operands = [b.dims(b.shape(i), labels[:dim] + labels[dim + 1 :]) for i in range(len(b.operands))]
     return b.rule(operands, [b.dims(result, labels)], linear=tuple(range(len(operands))))
 
