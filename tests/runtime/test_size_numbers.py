@@ -152,7 +152,7 @@ def test_each_rank_has_those_of_its_own_call(two):
 )
 def test_numbers_that_no_program_of_symbols_has_are_right_in_programs_for_one_size(model, said, caplog):
     with caplog.at_level(logging.WARNING, "zgraph"):
-        differing, _ = differences(model)
+        differing, _ = differences(model, SIZES[:3])
     assert differing == [] and said in caplog.text
 
 
@@ -192,19 +192,24 @@ class Masked(Words):
             self.longest = words.shape[1]
         return {
             "number": (loss, 2 * words.shape[1]),
-            "rows": (loss, words.shape[0]),
+            "rows": (loss, words.shape[0], "all words", words.dim() == 2),
+            "truth": (loss, words.shape[1] > 10),
+            "text": (loss, f"{words.shape[1]} words"),
             "cache": (loss, Cache(loss, words.shape[1])),
         }.get(self.form, loss)
 
 
-@pytest.mark.parametrize("form", ["number", "cache", "keeps"])
+@pytest.mark.parametrize("form", ["number", "cache", "keeps", "truth", "text"])
 def test_buckets_refuse_numbers_of_the_padded_size(form):
     model: Any = zgraph.compile(Masked(form), zgraph.Plan(backend="eager", shapes=BUCKETS))
-    with pytest.raises(CaptureError, match="a Python number that forward returns, or keeps, differs with length"):
+    with pytest.raises(
+        CaptureError, match="a Python number or text that forward returns, or keeps, differs with length"
+    ):
         model(torch.randint(31, (2, 7)), torch.ones(2, 7))
 
 
 def test_buckets_give_numbers_of_other_sizes():
     model: Any = zgraph.compile(Masked("rows"), zgraph.Plan(backend="eager", shapes=BUCKETS))
     for rows, length in ((2, 7), (3, 5), (2, 12), (4, 16)):
-        assert model(torch.randint(31, (rows, length)), torch.ones(rows, length))[1] == rows
+        result = model(torch.randint(31, (rows, length)), torch.ones(rows, length))
+        assert result[1:] == (rows, "all words", True)

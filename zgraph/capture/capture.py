@@ -39,7 +39,6 @@ from zgraph.capture.symbolic_capture import (
     SymbolicSizes,
     TracedSize,
     canonical,
-    output_numbers,
     refuse_numbers,
     refuse_unknown,
     take_out_numbers,
@@ -55,7 +54,7 @@ from zgraph.program.node import NodeInfo, Phase, info, module_of, set_info, sour
 from zgraph.program.program import InputRole, OutputRole, ParamSpec, Port, Program, of_backward
 from zgraph.ranks import compile_progress
 from zgraph.torch_compat import aot, compile_lock, dynamo, fake_tensors, fx_graphs, symbols, tensor_storage
-from zgraph.torch_compat.flat_capture import FlatCapture
+from zgraph.torch_compat.flat_capture import CONSTANTS, FlatCapture
 
 logger = logging.getLogger(__name__)
 
@@ -198,12 +197,8 @@ class Trace:
         """
         if self.flat.effects.is_empty:
             return {}
-        values, returned = flat_values(self.flat), []
-        with (
-            self.flat.effects.undone(),
-            contextlib.suppress(Exception),
-        ):  # (if a call raises, it raises again when it is made)
-            returned = pytree.tree_leaves(self.flat.around(lambda *_: values, module, args, kwargs))
+        values = flat_values(self.flat)
+        returned = pytree.tree_leaves(self._replayed(module, args, kwargs, otherwise=()))
         returned_ids = {id(leaf) for leaf in returned}
         fakes = [n.meta.get("example_value") for n in self.flat.graph_module.graph.find_nodes(op="placeholder")]
         buffers = [i for i, port in enumerate(self.inputs) if port.role is InputRole.BUFFER]
@@ -213,15 +208,20 @@ class Trace:
                 written_buffers.update((at, i) for i in buffers if _same_place(value, fakes[i]))
         return written_buffers
 
-    def gives_numbers(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return whether forward returns Python numbers, or changes Python objects, which may then hold some."""
+    def gives_constants(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return whether forward returns Python numbers or text, or changes Python objects, which may then hold some."""
         if not self.flat.effects.is_empty:
             return True
+        returned = self._replayed(module, args, kwargs, otherwise=0)
+        return any(type(item) in CONSTANTS for item in _reachable(returned))
+
+    def _replayed(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], otherwise: Any) -> Any:
+        """Return what forward returns on the capture's fake tensors, `otherwise` where the model's own code fails on
+        these. (If a call raises, it raises again when it is made.)"""
         values = flat_values(self.flat)
-        returned: Any = 0  # (a number, where the model's own code fails on fake tensors)
-        with contextlib.suppress(Exception):
-            returned = self.flat.around(lambda *_: values, module, args, kwargs)
-        return any(type(item) in (int, float) for item in _reachable(returned))
+        with self.flat.effects.undone(), contextlib.suppress(Exception):
+            return self.flat.around(lambda *_: values, module, args, kwargs)
+        return otherwise
 
     def joint(self, differentiated: frozenset[int], decompositions: dict[Any, Any], name: str) -> Program:
         """Make the captured program in which only the `differentiated` flat outputs have tangents.
@@ -275,12 +275,11 @@ def trace(
         fake_args, fake_kwargs = fakes.inputs((args, kwargs))
         flat = _captured(types.MethodType(forward, module), fake_args, fake_kwargs, fakes)
         name_asserts(flat.graph_module)
-        numbers = take_out_numbers(flat.graph_module) if fakes.open_dims else {}
+        flat.output_numbers = take_out_numbers(flat.graph_module) if fakes.open_dims else None
         flat.crops = pad_outputs(flat.graph_module)
         given = flat.flatten(module, fake_args, fake_kwargs)
         inputs = _roles(given, fakes, fake_args, fake_kwargs)
         sizes = traced_sizes(flat.graph_module.graph, given, fakes.open_dims) if fakes.open_dims else ()
-        flat.output_numbers = output_numbers(numbers, sizes)
         former = _read_from_parameters(flat.graph_module.graph, given, inputs, memory, fakes)
         values = flat_values(flat)
         loss = _find_loss(flat, module, fake_args, fake_kwargs, values)
@@ -431,8 +430,8 @@ def _captured(bound: types.MethodType, args: tuple[Any, ...], kwargs: dict[str, 
             break
         numbers, lists = [*numbers, *changed], [*lists, *longer]
         flat, numbers = _with_numbers(capture, numbers, lists)
-    if fakes.open_dims:
-        changed = _changed_numbers(flat, bound, args, kwargs)
+    else:  # (what still changes has to be a constant)
+        changed = _changed_numbers(flat, bound, args, kwargs) if fakes.open_dims else {}
         of_sizes = [name for name, value in changed.items() if isinstance(value, torch.SymInt)]
         if of_sizes:
             raise SizeError(
@@ -555,7 +554,7 @@ def _reachable(*roots: Any) -> Iterator[Any]:
     while stack:
         item = stack.pop()
         yield item
-        if id(item) in seen or isinstance(item, (torch.Tensor, nn.Module, type)):
+        if id(item) in seen or isinstance(item, (torch.Tensor, nn.Module, type, types.ModuleType)):
             continue
         seen.add(id(item))
         if isinstance(item, dict):

@@ -85,41 +85,35 @@ def traced_sizes(
     return tuple(traced.values())
 
 
-def take_out_numbers(module: fx.GraphModule) -> dict[int, torch.SymInt]:
-    """Take the whole numbers that are made from sizes out of a captured forward's outputs; return them by position."""
-    output = module.graph.output_node()
-    returned: Any = output.args[0]
-    numbers = {
-        at: node.meta["example_value"]
-        for at, node in enumerate(returned)
-        if isinstance(node, fx.Node)
-        and isinstance(node.meta.get("example_value"), torch.SymInt)
-        and not symbols.is_unknown(node.meta["example_value"])
-    }
-    if numbers:
-        output.args = (tuple(item for at, item in enumerate(returned) if at not in numbers),)
-        for node in reversed(list(module.graph.nodes)):
-            of_size = node.op == "call_function" and isinstance(node.meta.get("example_value"), torch.SymInt)
-            if of_size and not node.users:
-                module.graph.erase_node(node)
-        module.recompile()
-    return numbers
-
-
-def output_numbers(numbers: dict[int, torch.SymInt], traced: Sequence[TracedSize]) -> OutputNumbers | None:
-    """Return how the numbers that were taken out are computed from sizes of a call's inputs.
+def take_out_numbers(module: fx.GraphModule) -> OutputNumbers | None:
+    """Take the whole numbers that are made from sizes of inputs out of a captured forward's outputs, and return them.
 
     Raises `SizeError` for one that depends on something else.
     """
-    by_symbol = {t.symbol: (t.index, t.dim) for t in reversed(traced)}
+    output = module.graph.output_node()
+    returned: Any = output.args[0]
+    values = [node.meta.get("example_value") if isinstance(node, fx.Node) else None for node in returned]
+    numbers = {at: v for at, v in enumerate(values) if isinstance(v, torch.SymInt) and not symbols.is_unknown(v)}
+    if not numbers:
+        return None
+    output.args = (tuple(item for at, item in enumerate(returned) if at not in numbers),)
+    for node in reversed(list(module.graph.nodes)):
+        of_size = node.op == "call_function" and isinstance(node.meta.get("example_value"), torch.SymInt)
+        if of_size and not node.users:
+            module.graph.erase_node(node)
+    module.recompile()
+    places: dict[Any, tuple[int, int]] = {}
+    for index, node in enumerate(module.graph.find_nodes(op="placeholder")):
+        for dim, size in enumerate(getattr(node.meta["example_value"], "shape", ())):
+            places.setdefault(symbols.given_symbol(size), (index, dim))
     free = symbols.free_symbols(tuple(numbers.values()))
-    if free - by_symbol.keys():
+    if free - places.keys():
         raise SizeError(
             "the model returns, or keeps, a number that depends on something else than sizes of inputs",
-            why=f"{free - by_symbol.keys()}",
+            why=f"{free - places.keys()}",
             hint="return a tensor, or compute the number outside of forward",
         )
-    return OutputNumbers(numbers, {s: by_symbol[s] for s in free}) if numbers else None
+    return OutputNumbers(numbers, {symbol: places[symbol] for symbol in free})
 
 
 def refuse_numbers(traced: Sequence[TracedSize], graph: fx.Graph) -> None:
@@ -175,7 +169,7 @@ def refuse_unknown(graph: fx.Graph) -> None:
 def canonical(graph: fx.Graph, traced: Sequence[TracedSize]) -> list[tuple[TracedSize, fx.Node]]:
     """Rewrite every number of the graph as arithmetic on one new input for each symbol; return these inputs.
 
-    Raises `SizeError` for an output that is a number.
+    Raises `SizeError` for an output that is a number (a whole one was taken out before).
     """
     output = graph.output_node()
     for node in output.all_input_nodes:

@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,12 +106,9 @@ class Calls:
 
     def _entry(self, call: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Entry]:
         rank = self.rank
-        try:
+        with self._refusals_told():
             sizes = self._sizes.of(call)
             match = self._find(sizes, args, kwargs)
-        except SignatureError as error:
-            self._tell_refused(error)
-            raise
         changed = rank.changed_here()
         if not match.new and rank.needed_votes.passes_forward(match.key, learns=sizes.learn, changed=changed):
             return self._called(match.key)
@@ -182,14 +179,11 @@ class Calls:
         rank.shards.fetch()
         signatures = self._signatures(calls, own)
         matches: dict[str, _Found] = {}
-        try:
+        with self._refusals_told():
             sizes = [self._sizes.of(call) for call in signatures]
             for one, (args, kwargs) in zip(sizes, calls, strict=True):
                 if one.key not in matches:
                     matches[one.key] = self._find(one, args, kwargs)
-        except SignatureError as error:
-            self._tell_refused(error)
-            raise
         programs = [matches[one.key] for one in sizes]
         new = any(program.new for program in programs)
         ballot = " | ".join(program.ballot for program in programs)
@@ -206,14 +200,19 @@ class Calls:
         if not new and not verdict.flag:
             rank.needed_votes.promise([program.key for program in programs])
 
-    def _tell_refused(self, error: SignatureError) -> None:
-        """Tell the other ranks, which vote on their calls, that this rank refuses its own (a size beyond the declared
+    @contextlib.contextmanager
+    def _refusals_told(self) -> Iterator[None]:
+        """Tell the other ranks, which vote on their calls, where this rank refuses its own (a size beyond the declared
         maximum, say).
         """
-        if self._sizes.varies:  # (else they may foresee their forwards, and not vote)
-            refused = f"a call that this rank refuses: {error.what}"
-            with contextlib.suppress(RankMismatchError):
-                self.rank.votes.call(refused, refused, refused, new=True)
+        try:
+            yield
+        except SignatureError as error:
+            if self._sizes.varies:  # (else they may foresee their forwards, and not vote)
+                refused = f"a call that this rank refuses: {error.what}"
+                with contextlib.suppress(RankMismatchError):
+                    self.rank.votes.call(refused, refused, refused, new=True)
+            raise
 
     def _signatures(self, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], own: Registered) -> list[Signature]:
         for args, kwargs in calls:

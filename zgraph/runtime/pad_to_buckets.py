@@ -100,7 +100,7 @@ class _Seen:
 
     lengths: Lengths  # the padded sizes
     shapes: tuple[tuple[int, ...] | None, ...]  # of each flat output; None for one that is not a tensor
-    numbers: tuple[int | float, ...]  # the Python numbers in the code around the graph
+    constants: tuple[str, ...]  # the Python numbers and text in the code around the graph
 
 
 class Pads(Protocol):
@@ -283,7 +283,7 @@ class PaddedCalls:
         flat = trace.flat.flatten(self.rank.module, args, kwargs)
         shape_of = trace.shapes_in(flat)
         shapes = tuple(shape_of(v) if isinstance(v, torch.Tensor) else None for v in flat_values(trace.flat))
-        if not any(shapes) and not trace.gives_numbers(self.rank.module, args, kwargs):
+        if not any(shapes) and not trace.gives_constants(self.rank.module, args, kwargs):
             return {}
         named = {(i, d): pad.size for i, pad in self._numbered(args, kwargs) for d in pad.dims}
         rest = tuple(
@@ -291,16 +291,16 @@ class PaddedCalls:
             for i, x in enumerate(pytree.tree_leaves((args, kwargs)))
         )
         known = self._seen.setdefault((signed(self.rank.module, args, kwargs).form, rest), [])
-        here = _Seen(lengths, shapes, trace.flat.code_numbers)
+        here = _Seen(lengths, shapes, trace.flat.code_constants)
         sizes_by_output: dict[int, dict[int, str]] = {}
         for name in lengths:
             other = next((seen for seen in known if _differs_in(seen, here) == {name}), None)
-            if other is None or other.numbers != here.numbers:
+            if other is None or other.constants != here.constants:
                 other = self._at_another(call, name, here, capture)
-            if other.numbers != here.numbers:
+            if other.constants != here.constants:
                 raise _untold(
-                    f"a Python number that forward returns, or keeps, differs with {name}",
-                    f"numbers at {here.lengths[name]}: {_only(here, other)}; at {other.lengths[name]}: {_only(other, here)}",
+                    f"a Python number or text that forward returns, or keeps, differs with {name}",
+                    f"where {name} is {here.lengths[name]} it has {_only(here, other)}, where that is {other.lengths[name]} {_only(other, here)}",
                 )
             for at, dim in _followers(here, other, name):
                 sizes_by_output.setdefault(at, {})[dim] = name
@@ -338,7 +338,7 @@ class PaddedCalls:
                 "other outputs come of it at another size",
                 f"{len(here.shapes)} at {length}, {len(fixed_shapes)} at {other}",
             )
-        return _Seen({**here.lengths, name: other}, fixed_shapes, flat.code_numbers)
+        return _Seen({**here.lengths, name: other}, fixed_shapes, flat.code_constants)
 
     @contextmanager
     def runs(self, padded: Padded) -> Iterator[None]:
@@ -423,8 +423,8 @@ def _differs_in(one: _Seen, other: _Seen) -> set[str]:
 
 
 def _only(one: _Seen, other: _Seen) -> str:
-    """Return the numbers that one capture has more often than another."""
-    return ", ".join(map(str, (Counter(one.numbers) - Counter(other.numbers)).elements()))
+    """Return the constants that one capture has more often than another."""
+    return ", ".join((Counter(one.constants) - Counter(other.constants)).elements()) or "none"
 
 
 def _followers(here: _Seen, other: _Seen, name: str) -> Iterator[tuple[int, int]]:

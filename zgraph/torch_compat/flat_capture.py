@@ -18,6 +18,8 @@ from zgraph.torch_compat import symbols
 from zgraph.torch_compat.changing_numbers import ChangingNumbers
 from zgraph.torch_compat.guards import Effects, Failing, Guards, live
 
+CONSTANTS = (int, float, bool, str)  # types of what a replay returns or keeps as it was captured
+
 
 class _Stop(Exception):
     """Ends the replay of dynamo's bytecode once it has handed over the graph's inputs."""
@@ -95,10 +97,12 @@ class FlatCapture:
         return self._guards.changed_numbers(owner, args, kwargs)
 
     @property
-    def code_numbers(self) -> tuple[int | float, ...]:
-        """The Python numbers in the code around the graph, those that the model returns or keeps among them."""
+    def code_constants(self) -> tuple[str, ...]:
+        """The Python numbers and text, as they are written, in the code around the graph: what the model returns or keeps
+        is among them.
+        """
         constants = pytree.tree_leaves(self._output.graph_capture_output.bytecode.co_consts)
-        return tuple(sorted(n for n in constants if type(n) in (int, float)))
+        return tuple(sorted(repr(c) for c in constants if type(c) in CONSTANTS))
 
     def bind(self, compiled: Callable[..., Sequence[Any]]) -> Callable[..., Any]:
         """Return a function with the user's signature (the module first) that runs `compiled` on the flat inputs."""
@@ -107,8 +111,8 @@ class FlatCapture:
             results = self._cropped(compiled(*flat)) if self.crops else compiled(*flat)
             return self.output_numbers.beside(results, flat) if self.output_numbers is not None else results
 
-        # (read at each call: the first replay is made while the capture is being completed)
-        within: Callable[..., Sequence[Any]] = completed
+        complete = not self.crops and self.output_numbers is None
+        within: Callable[..., Sequence[Any]] = compiled if complete else completed
         if self._numbers is not None:
             within = self._numbers.around(within)
         # (torch 2.11 leaves builtins out of what its replay may refer to)
