@@ -27,7 +27,8 @@ def test_a_script_gives_deepspeeds_numbers(two, deepspeeds, name):
 IN_BF16 = sorted({*WITHOUT_ARGUMENTS} - {"communication"})  # (which trains nothing)
 
 
-@sweep("name", IN_BF16, quick=1)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", IN_BF16)
 def test_a_script_in_bf16_gives_deepspeeds_numbers(two, deepspeeds, name):
     run = deepspeed_scripts.run_in_bf16
     mine, theirs = two.run(run, name, "zgraph"), deepspeeds.run(run, name, "deepspeed")

@@ -97,7 +97,11 @@ def rates(made):
     ("kind", "params"),
     [
         ("WarmupLR", {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"}),
-        ("WarmupDecayLR", {"warmup_max_lr": 1e-2, "warmup_num_steps": 2, "total_num_steps": "auto"}),
+        pytest.param(
+            "WarmupDecayLR",
+            {"warmup_max_lr": 1e-2, "warmup_num_steps": 2, "total_num_steps": "auto"},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_scheduler_of_a_deepspeed_file_sets_the_rates(kind, params, tmp_path):

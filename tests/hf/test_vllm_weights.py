@@ -97,8 +97,8 @@ NAMES = sorted(model_of("llama").state_dict())
     [
         (3, None, "colocate"),
         pytest.param(2, None, "server", marks=pytest.mark.slow),
-        (3, "lora", "server"),
-        (3, "lora, and the head", "colocate"),
+        pytest.param(3, "lora", "server", marks=pytest.mark.slow),
+        pytest.param(3, "lora, and the head", "colocate", marks=pytest.mark.slow),
         pytest.param(0, "ia3", "colocate", marks=pytest.mark.slow),
     ],
 )
@@ -108,7 +108,7 @@ def test_ranks_send_whole_merged_weights(two: Ranks, tmp_path, zero, adapter, mo
     assert second == (NAMES if mode == "colocate" else [])
 
 
-@pytest.mark.parametrize("adapter", [None, "lora"])
+@pytest.mark.parametrize("adapter", [pytest.param(None, marks=pytest.mark.slow), "lora"])
 def test_one_process_sends_them_as_well(tmp_path, adapter):
     assert sent(str(tmp_path), 3, adapter, "server") == NAMES
 

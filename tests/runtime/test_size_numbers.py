@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from sweeps import sweep
 from torch import nn
 
 import zgraph
@@ -141,7 +142,7 @@ def test_each_rank_has_those_of_its_own_call(two):
     assert two.run(differing_lengths) == [[], []]
 
 
-@pytest.mark.parametrize(
+@sweep(
     "model, said",
     [
         (Added, "a number that it keeps and reads from a size"),
@@ -149,6 +150,7 @@ def test_each_rank_has_those_of_its_own_call(two):
         (Compared, "a number that is made from a size"),
         (Divided, "each seq is a program of its own"),
     ],
+    quick={2, 3},
 )
 def test_numbers_that_no_program_of_symbols_has_are_right_in_programs_for_one_size(model, said, caplog):
     with caplog.at_level(logging.WARNING, "zgraph"):

@@ -404,7 +404,8 @@ def with_a_loss_that_is_no_number(lost: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.gloo
-@sweep("lost", [MIDDLE + 1, MIDDLE - 2, MIDDLE, 25, 4], quick=1)
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [MIDDLE + 1, MIDDLE - 2, MIDDLE, 25, 4])
 def test_ranks_come_together_though_a_step_of_the_round_was_skipped(two: Ranks, lost: int) -> None:
     one, other = two.run(with_a_loss_that_is_no_number, lost)
     assert all(torch.equal(one[n], other[n]) and one[n].isfinite().all() for n in one)

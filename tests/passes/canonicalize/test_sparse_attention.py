@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import Ranks
+from sweeps import product, sweep
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -113,8 +114,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("attention", ATTENTIONS)
-@pytest.mark.parametrize("model", MODELS)
+@product("model, attention", list(MODELS), list(ATTENTIONS), together=1)
 def test_a_step_is_that_of_the_plain_model_with_masks(model, attention):
     plan = zgraph.Plan(backend="eager", attention=ATTENTIONS[attention])
     plain = net(**MODELS[model])
@@ -169,9 +169,7 @@ def wider_by_head(batch, head, query, key):
     return (query - key).abs() < 4 * (head + 1)
 
 
-@pytest.mark.parametrize("dim", ["tp", "cp"])
-@pytest.mark.parametrize("heads_of_keys", [HEADS, 2])
-@pytest.mark.parametrize("layout", ["blocks", "positions", "alike"])
+@product("layout, heads_of_keys, dim", ["blocks", "positions", "alike"], [HEADS, 2], ["tp", "cp"], together=1)
 def test_ranks_have_the_layouts_of_their_heads(layout, heads_of_keys, dim):
     sparsities = {
         "blocks": zgraph.BigBird(block=8, different_layout_per_head=True),
@@ -349,7 +347,7 @@ def test_ranks_with_other_random_blocks_disagree(two: Ranks):
         assert isinstance(outcome.error, zgraph.errors.ZgraphError) and "disagree about the plan" in str(outcome.error)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+@sweep("name", ["llama", "gpt2", "bert"], quick={0})
 def test_models_of_transformers(name):
     transformers = pytest.importorskip("transformers")
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "vocab_size": WORDS}

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import Ranks
+from sweeps import product
 from torch import nn
 from torch.nn import functional as F
 
@@ -159,8 +160,7 @@ def test_a_step_is_that_of_the_plain_model_with_masks(form, backend):
     )  # (it is another model than without the layouts)
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
-@pytest.mark.parametrize("form", FORMS)
+@product("form, backend", list(FORMS), ["eager", "inductor"], together=1)
 def test_nothing_of_it_is_left(form, backend):
     """No softmax, and no value of length x length but the model's own masks and biases."""
     plan = zgraph.Plan(backend=backend, attention={"*": zgraph.LocalWindow(block=8)})
@@ -192,8 +192,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("form", ["learned", "causal"])
-@pytest.mark.parametrize("more", PLANS)
+@product("form, more", ["learned", "causal"], list(PLANS), together=1)
 def test_plans_compute_the_same(form, more):
     plan = zgraph.Plan(backend="eager", attention={"*": zgraph.Fixed(block=8, num_local_blocks=2)}, **PLANS[more])
     result = zgraph.verify(net(FORMS[form]), plan, 2, (words(4),))
@@ -249,7 +248,7 @@ def two_ranks(backend: str, mesh: dict[str, int]) -> float:
 @pytest.mark.parametrize(
     ("backend", "mesh"),
     [
-        ("eager", {"dp": 2}),
+        pytest.param("eager", {"dp": 2}, marks=pytest.mark.slow),
         ("eager", {"cp": 2}),
         pytest.param("inductor", {"dp": 2}, marks=pytest.mark.slow),
         pytest.param("inductor", {"tp": 2}, marks=pytest.mark.slow),
@@ -294,8 +293,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
-@pytest.mark.parametrize("form", REFUSED)
+@product("form, backend", list(REFUSED), ["eager", "inductor"], together=1)
 def test_what_it_can_not_be_is_refused_with_its_line(form, backend):
     function, said = REFUSED[form]
     plan = zgraph.Plan(backend=backend, attention={"layers.*": zgraph.LocalWindow(block=8)})
@@ -330,7 +328,7 @@ def test_multihead_attention_with_weights_that_nobody_reads():
 
 
 @pytest.mark.parametrize(
-    "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("t5", "bert")), "gpt2", "llama"]
+    "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("t5", "bert", "gpt2")), "llama"]
 )
 def test_models_of_transformers_with_eager_attention(name):
     transformers = pytest.importorskip("transformers")

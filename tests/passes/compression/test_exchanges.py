@@ -120,7 +120,7 @@ WAYS = [
 ]
 
 
-@sweep("name, fields, world", WAYS, quick=(1, 3), ids=str)
+@sweep("name, fields, world", WAYS, quick=(1, 5), ids=str)
 def test_the_rest_is_the_plain_model_and_each_value_is_within_its_bound(
     name: str, fields: dict[str, Any], world: int, tmp_path: Path
 ) -> None:
@@ -237,6 +237,7 @@ def lengths(format: str, file: str) -> list[float]:
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_batches_that_differ_from_step_to_step(two: Ranks, tmp_path: Path) -> None:
     file = tmp_path / "test.json"
     file.write_text(hardware(0.0).model_dump_json())
