@@ -268,6 +268,7 @@ def test_without_hardware_nobody_claims_to_know_what_ranks_will_measure(folder, 
     assert precompile(factory, zgraph.Plan(backend="eager", hardware="cpu"), 2).ok
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_costs_that_ranks_have_measured_here_are_taken_and_said_to_be_measured_again(fresh, alone, folder):
     plan = zgraph.Plan(**PLAN)

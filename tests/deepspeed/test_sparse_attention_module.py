@@ -74,7 +74,7 @@ class Net(nn.Module):
         return self.attention(x, mask).square().mean()
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_model_of_it_is_compiled_for_all_lengths(backend):
     torch.manual_seed(0)
     plain = Net()

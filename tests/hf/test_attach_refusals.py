@@ -7,7 +7,6 @@ import types
 
 import pytest
 import torch
-from sweeps import sweep
 from torch import nn
 from trainers import as_launched, collator, model_of, trainer_of
 
@@ -221,7 +220,10 @@ def test_a_deepspeed_configuration_is_a_plan(tmp_path):
     assert [group.overrides["weight_decay"] for group in plan.optimizer.groups] == [0.0]
 
 
-@sweep("optimizer", [{}, {"optimizer": DEEPSPEED["optimizer"]}], quick={1}, ids=["of the arguments", "of the file"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "optimizer", [{}, {"optimizer": DEEPSPEED["optimizer"]}], ids=["of the arguments", "of the file"]
+)
 def test_a_deepspeed_configuration_offloads_the_trainers_optimizer(optimizer, tmp_path):
     given = {k: v for k, v in DEEPSPEED.items() if k != "optimizer"} | optimizer
     stage = {"stage": 2, "offload_optimizer": {"device": "cpu"}}

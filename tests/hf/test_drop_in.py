@@ -76,6 +76,7 @@ def plain_run(folder):
     return trained("gpt2", folder, None, steps=4, **options)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_a_run_of_a_deepspeed_file_on_two_ranks_is_that_of_ddp(two: Ranks, tmp_path):
     plain = two.run(plain_run, str(tmp_path))
@@ -189,6 +190,7 @@ def test_a_second_attach_of_a_trainer_that_is_attached_by_its_class(tmp_path):
         zgraph.hf.attach(made)
 
 
+@pytest.mark.slow
 def test_transformers_is_loaded_at_first_use_alone():
     code = "import sys, zgraph.hf; assert 'transformers' not in sys.modules; zgraph.hf.Trainer; assert 'transformers' in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -92,14 +92,15 @@ NAMES = sorted(model_of("llama").state_dict())
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "zero, adapter, mode",
     [
         (3, None, "colocate"),
-        pytest.param(2, None, "server", marks=pytest.mark.slow),
-        pytest.param(3, "lora", "server", marks=pytest.mark.slow),
-        pytest.param(3, "lora, and the head", "colocate", marks=pytest.mark.slow),
-        pytest.param(0, "ia3", "colocate", marks=pytest.mark.slow),
+        (2, None, "server"),
+        (3, "lora", "server"),
+        (3, "lora, and the head", "colocate"),
+        (0, "ia3", "colocate"),
     ],
 )
 def test_ranks_send_whole_merged_weights(two: Ranks, tmp_path, zero, adapter, mode):

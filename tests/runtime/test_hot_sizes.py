@@ -120,6 +120,7 @@ def gradients_in_another_order() -> tuple[float, list[str]]:
         programs_of_one_step.difference = real
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_a_program_that_is_made_anew_keeps_those_for_certain_sizes(two):
     for worst, programs in two.run(gradients_in_another_order):

@@ -695,6 +695,7 @@ class Long(nn.Module):
         return self.mix(x).square().mean(1).sin().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.inductor
 def test_inductor_compiles_once_more_where_its_answers_would_be_others(caplog):
     mine, plain = pair(Long, backend="inductor", dynamic={"x": {0: "batch", 1: "seq"}})

@@ -182,6 +182,7 @@ class Normed(Sentences):
         return cross_entropy(self.head(self.up(hidden.transpose(1, 2))).transpose(1, 2), targets, ignore_index=-100)
 
 
+@pytest.mark.slow
 def test_a_single_row_whose_gradients_of_one_layer_are_ready_in_another_order(two):
     for worst, programs in two.run(gradients, 3, "eager", UNEVEN[:2], Normed):
         assert worst < 2e-6

@@ -132,6 +132,7 @@ def test_an_epoch_with_a_single_row_on_one_rank_and_evaluations_between(two, zer
         assert programs == found[0][2]
 
 
+@pytest.mark.slow
 def test_each_dtype_of_an_input_has_its_programs_and_keeps_them():
     mine, plain = pair()
     for number, (rows, length, words) in enumerate(

@@ -127,6 +127,7 @@ def test_one_program_serves_all_lengths(model):
     assert differences(model) == ([], 3)  # (the first call's, that for all, and that for one row)
 
 
+@pytest.mark.slow
 @pytest.mark.inductor
 def test_compiled_programs_give_them_as_well():
     assert differences(Returned, SIZES[:3], backend="inductor") == ([], 2)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from sweeps import sweep
 from torch import nn
 from torch.nn import functional as F
 
@@ -114,7 +115,7 @@ def farthest(plain: nn.Module, compiled: Any, call: torch.Tensor) -> float:
     return max(float((a - b).detach().abs().max()) for a, b in differences)
 
 
-@pytest.mark.parametrize("mask", EXACT | BESIDES)
+@sweep("mask", list(EXACT | BESIDES), quick=4)
 def test_a_window_is_computed_without_being_asked_and_gives_the_same_numbers(mask):
     plain = net((EXACT | BESIDES)[mask])
     compiled: Any = zgraph.compile(copy.deepcopy(plain), zgraph.Plan(backend="eager"))
@@ -209,9 +210,8 @@ def test_ranks_compute_the_same(mesh):
     assert result.ok, result
 
 
-@pytest.mark.parametrize(
-    "name", ["mistral", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3", "phi3"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mistral", "gemma3", "phi3"])
 def test_models_of_transformers(name):
     transformers = pytest.importorskip("transformers")
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "vocab_size": WORDS}

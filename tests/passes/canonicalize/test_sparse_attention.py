@@ -158,7 +158,7 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("more", PLANS)
+@sweep("more", list(PLANS), quick=5)
 def test_plans_compute_the_same(more):
     plan = zgraph.Plan(backend="eager", attention={"*": zgraph.Fixed(block=8, num_local_blocks=2)}, **PLANS[more])
     result = zgraph.verify(net(), plan, 2, (words(4, 40),))
@@ -221,6 +221,7 @@ def _uncached_mask():
     return masked_attention.layout_mask.__wrapped__
 
 
+@pytest.mark.slow
 def test_compiled_code_is_compared_as_well():
     plan = zgraph.Plan(backend="eager", attention={"*": zgraph.LocalWindow(block=8)}, optimizer=zgraph.SGD(lr=0.1))
     result = zgraph.verify(net(again=True), plan, 1, (words(4, 40),), compiled=True)

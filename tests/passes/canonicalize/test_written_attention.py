@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import Ranks
-from sweeps import product
+from sweeps import product, sweep
 from torch import nn
 from torch.nn import functional as F
 
@@ -146,7 +146,7 @@ def farthest(plain: nn.Module, compiled: Any, plan: zgraph.Plan, call: torch.Ten
 @pytest.mark.parametrize(
     "backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)]
 )  # (the pass on Inductor's capture: below)
-@pytest.mark.parametrize("form", FORMS)
+@sweep("form", list(FORMS), quick=5)
 def test_a_step_is_that_of_the_plain_model_with_masks(form, backend):
     plan = zgraph.Plan(
         backend=backend, attention={"layers.0": zgraph.LocalWindow(block=8), "*": zgraph.BigBird(block=16)}
@@ -199,6 +199,7 @@ def test_plans_compute_the_same(form, more):
     assert result.ok, result
 
 
+@pytest.mark.slow
 def test_compiled_code_is_compared_as_well():
     plan = zgraph.Plan(backend="eager", attention={"*": zgraph.LocalWindow(block=8)}, optimizer=zgraph.SGD(lr=0.1))
     result = zgraph.verify(net(learned), plan, 1, (words(4),), compiled=True)
@@ -327,9 +328,8 @@ def test_multihead_attention_with_weights_that_nobody_reads():
     assert farthest(plain, zgraph.compile(copy.deepcopy(plain), plan), plan, words()) < BOUND
 
 
-@pytest.mark.parametrize(
-    "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("t5", "bert", "gpt2")), "llama"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["t5", "bert", "gpt2", "llama"])
 def test_models_of_transformers_with_eager_attention(name):
     transformers = pytest.importorskip("transformers")
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "vocab_size": WORDS}

@@ -263,6 +263,7 @@ def odd_lengths(format: str, file: str, shapes: str) -> list[float]:
     return [float(model.zgraph.train_step(batch(rows))) for rows in (7, 10, 5)]
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_lengths_that_ranks_do_not_divide_are_right_in_a_program_each(two: Ranks, tmp_path: Path) -> None:
     file = tmp_path / "test.json"

@@ -201,6 +201,7 @@ def test_low_precision_differs_as_much_as_its_roundings(backend):
     assert_same(Policy("log-softmax", "sum of exponentials", shift=True), backend=backend, precision="bf16")
 
 
+@pytest.mark.slow
 def test_each_length_is_a_program_of_its_own():
     """Chunks have numbers of rows."""
     plain, model = Policy("sum of exponentials", "softmax"), Policy("sum of exponentials", "softmax")
