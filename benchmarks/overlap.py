@@ -5,8 +5,8 @@
     python benchmarks/overlap.py --layers 2 --dim 64 --vocab 256 --seq 32 --steps 2 --rounds 1 --tries 1 --variants ddp-eager
 
 The same model, data and link for all, on two ranks with a core and a thread each, in one run. zgraph's ZeRO-2 and ZeRO-3 are
-calibrated; `zgraph-itself` is ZeRO-3 as it comes, `zgraph-sheet` with `hardware = "default"`; `zgraph-bf16`, `-int8` and `-int4` are ZeRO-3
-with `wire`. A rate is in Gbit/s, 0 is
+calibrated; `zgraph-itself` is ZeRO-3 as it comes, `zgraph-adapted` with `adapt = "once"`, `zgraph-sheet` with `hardware = "default"`;
+`zgraph-bf16`, `-int8` and `-int4` are ZeRO-3 with `wire`. A rate is in Gbit/s, 0 is
 unlimited; a variant may be named by how its name begins. Each variant has two processes of its own, which build it once
 and sleep while others are measured. A round goes through all variants, in another order each time, and through all
 rates of one before the next: a noisy minute hits one round, and not all of a rate's. A measurement beside which others used the
@@ -60,6 +60,7 @@ NAMES = (
     "zgraph-zero2",
     "zgraph-zero3",
     "zgraph-itself",
+    "zgraph-adapted",
     "zgraph-sheet",
     "zgraph-bf16",
     "zgraph-int8",

@@ -72,17 +72,19 @@ class Timed:
         self.settles = True
         self._records: list[list[Any]] = []
         self._moments: list[Any] = []
-        self._original = executable.function
-        self._function = executable.function
+        self._original, self._source = executable.function, executable.source
+        self._function, self._marked = executable.function, executable.source
         if executable.rebuild is not None:
             names = {_MARK: self._mark, _SETTLE: self._settle}
-            self._function = executable.rebuild(instrumented(executable), names)
+            self._marked = instrumented(executable)
+            self._function = executable.rebuild(self._marked, names)
 
     def install(self) -> None:
-        self.executable.function = self
+        # (errors and heartbeats find the node that runs by its line)
+        self.executable.function, self.executable.source = self, self._marked
 
     def remove(self) -> None:
-        self.executable.function = self._original
+        self.executable.function, self.executable.source = self._original, self._source
 
     def __call__(self, values: list[Any]) -> Sequence[Any]:
         self._moments = moments = [self.watch.now()]
@@ -157,8 +159,10 @@ def instrumented(executable: Executable) -> str:
             value = _VALUE.match(line)
             if value is None:
                 lines[-1] = f"{indent}{_SETTLE}({line.strip()})"
-            else:
+            elif "#" in line:
                 lines.append(f"{indent}{_SETTLE}({value[1]})")
+            else:  # (on its line, so that an error is that of the collective)
+                lines[-1] = f"{line.rstrip()}; {_SETTLE}({value[1]})"
         lines.append(f"{indent}{_MARK}()")
     return "\n".join(lines) + "\n"
 

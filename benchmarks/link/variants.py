@@ -175,16 +175,23 @@ def zgraph_zero(stage: int, **wire: str) -> Callable[[gpt.GPT, Batch, bool], Con
     return build
 
 
-def zgraph_itself(hardware: str | None) -> Callable[[gpt.GPT, Batch, bool], Contender]:
-    """ZeRO-3 of who calls `compile` and nothing else, at each rate; or by the costs of data sheets, which know of no rate."""
+def zgraph_itself(hardware: str | None, adapt: str = "off") -> Callable[[gpt.GPT, Batch, bool], Contender]:
+    """ZeRO-3 of who calls `compile` and nothing else, at each rate, with `adapt` once what becomes of the schedule is known; or by the costs
+    of data sheets, which know of no rate."""
 
     def build(model: gpt.GPT, batch: Batch, compiled: bool) -> Contender:
         import zgraph
 
-        plan = zgraph.Plan(zero=3, optimizer=zgraph.SGD(lr=LR), hardware=hardware)
+        plan = zgraph.Plan(zero=3, optimizer=zgraph.SGD(lr=LR), hardware=hardware, adapt=adapt)
         trained = zgraph.compile(model, plan)
-        at_rate = _AtRates(trained, lambda rate: plan) if hardware is None else lambda rate: None
-        return Contender(lambda: trained.train_step(*batch), trained, at_rate)
+
+        def step() -> Tensor:
+            return trained.train_step(*batch)
+
+        if hardware is not None:
+            return Contender(step, trained)
+        at_rate = _AtRates(trained, lambda rate: plan) if adapt == "off" else _Adapted(trained, lambda rate: plan, step)
+        return Contender(step, trained, at_rate)
 
     return build
 
@@ -205,6 +212,20 @@ class _AtRates:
             self.plans[rate] = self.plan_at(rate)
         self.model.zgraph.recompile(self.plans[rate])
         self.now = rate
+
+
+class _Adapted(_AtRates):
+    """Trains at each rate until ranks have agreed on what becomes of the schedule."""
+
+    def __init__(self, model: Any, plan_at: Callable[[float], Any], step: Callable[[], Any]) -> None:
+        super().__init__(model, plan_at)
+        self.step = step
+
+    def __call__(self, rate: float) -> None:
+        super().__call__(rate)
+        while not (told := self.model.zgraph.runtime.told()):
+            self.step()
+        print(f"{rate} Gbit/s: {told}", flush=True)
 
 
 class _Calibrated(_AtRates):
@@ -246,6 +267,7 @@ BUILDERS: dict[str, tuple[Callable[[gpt.GPT, Batch, bool], Contender], bool]] = 
     "zgraph-zero2": (zgraph_zero(2), True),
     "zgraph-zero3": (zgraph_zero(3), True),
     "zgraph-itself": (zgraph_itself(None), True),
+    "zgraph-adapted": (zgraph_itself(None, "once"), True),
     "zgraph-sheet": (zgraph_itself("default"), True),
     "zgraph-bf16": (zgraph_zero(3, gather="bf16", reduce="bf16"), True),
     "zgraph-int8": (zgraph_zero(3, gather="int8", reduce="int8"), True),

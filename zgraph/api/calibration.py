@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import fx, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
@@ -30,7 +30,8 @@ from zgraph.codegen.executable import Executable
 from zgraph.codegen.instrumented import Run, Stopwatch, Timed
 from zgraph.errors import PlanError
 from zgraph.machine.link_benchmark import measure_link
-from zgraph.passes.analysis.costs import Costs, Hardware, Link, bytes_of, dtype_of, flops_of, hardware_like, signature
+from zgraph.machine.operator_times import Sample, operator_table, samples, short, slowest_samples
+from zgraph.passes.analysis.costs import Costs, Hardware, Link, bytes_of, hardware_like
 from zgraph.plan.plan import Plan, plan_of
 from zgraph.program import collectives
 from zgraph.program.program import Program
@@ -43,17 +44,6 @@ WARM = 3  # steps before those that are measured: the first ones compile, and al
 STEPS = 12
 TURN = 3  # steps of one kind before the other kind follows: they alternate, since other load on the machine changes
 LARGE = 2**20  # bytes: kernels that move more than this measure the memory's rate
-
-
-@dataclass(frozen=True)
-class _Sample:
-    """One timed node. What it computes and moves gives the rates for nodes that were not timed."""
-
-    key: str  # the signature of its operator and operands
-    seconds: float  # its time
-    flops: int  # its floating-point operations, if it is a product
-    moved: int  # the bytes that it reads and writes
-    dtype: str  # the dtype that it computes in
 
 
 def calibrate(
@@ -129,7 +119,7 @@ class _Step:
 class _Found:
     """The measurements of one rank."""
 
-    samples: list[_Sample]  # every node of the programs that ran
+    samples: list[Sample]  # every node of the programs that ran
     besides: float  # seconds of a step outside of its programs
     sent: int = 0  # bytes of all transfers of a step, as `Costs.work` counts them
     stolen: float = 0.0  # seconds by which these transfers slowed down the computation
@@ -178,7 +168,7 @@ def _time_steps(handle: Any, args: tuple[Any, ...], kwargs: dict[str, Any], step
     observed = _observe(list(timed), step, (True, False) if sends else (True,), steps)
     alone, beside = [s for s in observed if s.settled], [s for s in observed if not s.settled]
     costs = Costs(runtime.costs.hardware, fused=runtime.plan.backend == "inductor")
-    samples: list[_Sample] = []
+    timed_nodes: list[Sample] = []
     stolen = 0.0
     wholes = {}
     for each, whole in timed.items():
@@ -186,16 +176,14 @@ def _time_steps(handle: Any, args: tuple[Any, ...], kwargs: dict[str, Any], step
         if not runs:  # (a program for other inputs or outputs than these steps have)
             continue
         wholes[id(whole)] = whole
-        by_name = {n.name: n for n in whole.graph.nodes}  # (a split program's inputs may have other strides)
-        for node, seconds in each.seconds(runs, costs).items():
-            samples.append(_sample(by_name.get(node.name, node), seconds, costs))
+        timed_nodes += samples(each, runs, whole, costs)
         stolen += each.longer(runs, [run for s in beside for own, run in s.runs if own is each])
     besides = max(statistics.median(s.besides for s in beside or alone), 0.0)
     if not beside:
-        return _Found(samples, besides)
+        return _Found(timed_nodes, besides)
     sent = sum(bytes_of(n) for whole in wholes.values() for n in whole.graph.nodes if collectives.is_start(n))
     start = statistics.median(seconds / max(count, 1) for seconds, count in (s.started for s in beside))
-    return _Found(samples, besides, sent, max(stolen, 0.0), start)
+    return _Found(timed_nodes, besides, sent, max(stolen, 0.0), start)
 
 
 def _executables(runtime: Runtime) -> Iterable[tuple[Executable, Program]]:
@@ -219,10 +207,6 @@ def any_loss(output: Any, *_: Any, **__: Any) -> torch.Tensor:
 
 
 # -- the table ------------------------------------------------------------------------------------------------------------
-def _sample(node: fx.Node, seconds: float, costs: Costs) -> _Sample:
-    return _Sample(signature(node), seconds, flops_of(node), costs.traffic(node), dtype_of(node))
-
-
 def _with_work(links: dict[str, Link], ranks: Sequence[_Found]) -> dict[str, Link]:
     """Return the links with how much a transfer slows down computation: at least nothing, at most its own time."""
     stolen, start = statistics.median(r.stolen for r in ranks), statistics.median(r.start for r in ranks)
@@ -236,12 +220,7 @@ def _with_work(links: dict[str, Link], ranks: Sequence[_Found]) -> dict[str, Lin
 def _hardware(name: str, base: Hardware, links: dict[str, Link], ranks: Sequence[_Found]) -> Hardware:
     """Return one record of what all ranks measured: the slowest rank's times, since the others wait for it, averaged
     over nodes of equal signature."""
-    by_key: dict[str, list[float]] = {}
-    rows: list[_Sample] = []
-    for same in zip(*(r.samples for r in ranks), strict=True):  # (ranks run the same programs)
-        seconds = max(s.seconds for s in same)
-        by_key.setdefault(same[0].key, []).append(seconds)
-        rows.append(_Sample(same[0].key, seconds, same[0].flops, same[0].moved, same[0].dtype))
+    rows = slowest_samples([r.samples for r in ranks])
     rates = _rates(rows)
     return base.model_copy(
         update={
@@ -250,13 +229,13 @@ def _hardware(name: str, base: Hardware, links: dict[str, Link], ranks: Sequence
             "memory": _memory(rows) or base.memory,
             "launch": _launch(rows, base.launch),
             "links": {**base.links, **{d: _rounded(link) for d, link in links.items()}},
-            "operators": {key: _short(statistics.fmean(seconds)) for key, seconds in sorted(by_key.items())},
-            "step": _short(min(r.besides for r in ranks)),  # (the last rank to arrive waits for none)
+            "operators": operator_table(rows),
+            "step": short(min(r.besides for r in ranks)),  # (the last rank to arrive waits for none)
         }
     )
 
 
-def _rates(rows: list[_Sample]) -> dict[str, float]:
+def _rates(rows: list[Sample]) -> dict[str, float]:
     """Return FLOP/s of products by dtype."""
     flops: dict[str, int] = {}
     seconds: dict[str, float] = {}
@@ -264,28 +243,23 @@ def _rates(rows: list[_Sample]) -> dict[str, float]:
         if row.flops and row.seconds:
             flops[row.dtype] = flops.get(row.dtype, 0) + row.flops
             seconds[row.dtype] = seconds.get(row.dtype, 0.0) + row.seconds
-    return {dtype: _short(flops[dtype] / seconds[dtype]) for dtype in flops}
+    return {dtype: short(flops[dtype] / seconds[dtype]) for dtype in flops}
 
 
-def _memory(rows: list[_Sample]) -> float | None:
+def _memory(rows: list[Sample]) -> float | None:
     """Return bytes/s of large nodes that are not products; None if there are none."""
     large = [r for r in rows if not r.flops and r.moved > LARGE and r.seconds]
-    return _short(sum(r.moved for r in large) / sum(r.seconds for r in large)) if large else None
+    return short(sum(r.moved for r in large) / sum(r.seconds for r in large)) if large else None
 
 
-def _launch(rows: list[_Sample], base: float) -> float:
+def _launch(rows: list[Sample], base: float) -> float:
     """Return the median seconds of nodes that move next to nothing; `base` if there are none."""
     small = [r.seconds for r in rows if not r.flops and 0 < r.moved < LARGE // 256]
-    return _short(statistics.median(small)) if small else base
+    return short(statistics.median(small)) if small else base
 
 
 def _rounded(link: Link) -> Link:
-    return Link.model_validate({k: v if isinstance(v, bool) else _short(v) for k, v in link.model_dump().items()})
-
-
-def _short(value: float) -> float:
-    """Round to four digits: measurements are not more accurate."""
-    return float(f"{value:.4g}")
+    return Link.model_validate({k: v if isinstance(v, bool) else short(v) for k, v in link.model_dump().items()})
 
 
 def _write(hardware: Hardware, path: Path, agreement: Agreement) -> None:

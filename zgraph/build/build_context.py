@@ -81,3 +81,4 @@ class BuildContext:
     order: Callable[[Variant], tuple[Start, ...]] = own_order
     keeper: Keeper | None = None  # the store of programs; None to keep nothing
     wire: WireChoice = field(default_factory=WireChoice)  # what `wire.auto` has chosen for the model
+    schedule: Costs | None = None  # what transfers are scheduled by, where operators were timed; None: `costs`

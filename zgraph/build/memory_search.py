@@ -106,8 +106,11 @@ def by_choice(
         solver=solver,
         pass_filter=pass_filter,
         order=order,
+        schedule=context.schedule,
     )
     recipe = to_recipe(plan, costs, variant, training, choice, pass_filter) | {"order": order}
+    if context.schedule is not None:
+        recipe["schedule"] = context.schedule.hardware.model_dump(mode="json")
     return PassManager(pass_filter.cut(passes), verify=pass_filter.verified, recipe=recipe).run(captured)
 
 
@@ -255,6 +258,7 @@ class Search:
             choice=choice,
             solver=solver,
             pass_filter=self.context.pass_filter,
+            schedule=self.context.schedule,
         )
 
     def _try(self, choice: MemoryDecision) -> Outcome:

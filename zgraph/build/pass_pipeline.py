@@ -165,6 +165,7 @@ class PassContext:
     choice: MemoryDecision = MemoryDecision()  # what was decided about memory
     solver: Solver | None = None  # the solver for recomputation, where there is one already
     order: tuple[Start, ...] = ()  # the order of transfers, where another program's is followed
+    schedule: Costs | None = None  # what transfers are scheduled by; None: `costs`
 
     @property
     def keeps_weights(self) -> bool:
@@ -378,7 +379,7 @@ def _overlap_options(context: PassContext) -> OverlapOptions:
         reduce_bytes=choice.reduce if early.reduce_bytes is None else early.reduce_bytes,
         ahead=early.enabled,
         beside=beside,
-        costs=context.costs,
+        costs=context.schedule or context.costs,
         order=context.order,
     )
 
@@ -398,7 +399,8 @@ def _offloads(context: PassContext) -> Decision:
 def _offload_options(context: PassContext) -> OffloadOptions:
     offloaded = context.plan.offload
     tier = offloaded.tier("activations") if context.training else None
-    return OffloadOptions(tier, context.choice.away, offloaded.least_bytes, offloaded.staging_bytes, context.costs)
+    costs = context.schedule or context.costs
+    return OffloadOptions(tier, context.choice.away, offloaded.least_bytes, offloaded.staging_bytes, costs)
 
 
 STEP_PASSES: tuple[PassRow[PassContext], ...] = (
@@ -475,15 +477,17 @@ def build(
     solver: Solver | None = None,
     pass_filter: PassFilter = EVERY_PASS,
     order: tuple[Start, ...] = (),
+    schedule: Costs | None = None,
 ) -> list[Pass]:
     """Build the pipeline of a plan.
 
     Decisions are made from `costs` (by default those of the plan's hardware, or of a CPU). `solver` is the one for
-    recomputation, where there is one already. Transfers start in the `order`, if one is given. A program that is not
+    recomputation, where there is one already. Transfers start in the `order`, if one is given, and are scheduled by other
+    costs, `schedule`, if these are given: all else is then decided as without them. A program that is not
     for `training` (it has no gradients) keeps no weights, whatever the ZeRO stage. Raises `PlanError` for a user's pass
     that can't be loaded or placed, `PassError` for a pass to leave out that is not in the pipeline.
     """
-    context = PassContext(plan, costs or costs_of(plan), variant, training, choice, solver, order)
+    context = PassContext(plan, costs or costs_of(plan), variant, training, choice, solver, order, schedule)
     passes = _passes(STEP_PASSES, context)
     for user in plan.user_passes():
         _place(passes, user.ref, user.position, user.anchor)

@@ -41,12 +41,17 @@ def passes_of(recipe: dict[str, Any]) -> list[Pass]:
     if "first" in recipe:
         return build_update_passes(plan, tuple(recipe["first"]))
     choice = MemoryDecision(**{**recipe["choice"], "keep": frozenset(recipe["choice"]["keep"])})
+
+    def costs(described: Any) -> Costs:
+        return Costs(Hardware.model_validate(described), fused=plan.backend == "inductor")
+
     return build(
         plan,
         Variant(**recipe["variant"]),
         training=recipe["training"],
-        costs=Costs(Hardware.model_validate(recipe["hardware"]), fused=plan.backend == "inductor"),
+        costs=costs(recipe["hardware"]),
         choice=choice,
         pass_filter=PassFilter(frozenset(recipe["without"])),
         order=tuple([Start(r, g, tuple(names), *rest) for r, g, names, *rest in recipe.get("order", ())]),
+        schedule=costs(recipe["schedule"]) if "schedule" in recipe else None,
     )

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import fx
 
-from zgraph.build.build_context import BuildContext, ResidentMemory
+from zgraph.build.build_context import BuildContext, ResidentMemory, tell_nobody
 from zgraph.build.compare_collectives import lacking
 from zgraph.build.memory_search import SearchResult, run_passes
 from zgraph.build.pass_pipeline import PLAIN, MemoryDecision, Variant, runs_of
@@ -33,7 +33,7 @@ from zgraph.codegen.inductor import adopt_strides, compile_inductor
 from zgraph.codegen.partition import Parts, split
 from zgraph.errors import SignatureError
 from zgraph.passes import History, verify_program
-from zgraph.passes.analysis.costs import most_bytes
+from zgraph.passes.analysis.costs import Costs, most_bytes
 from zgraph.passes.analysis.live_memory import idle_bytes
 from zgraph.passes.overlap.follow_order import order_of
 from zgraph.program import transfers_to_host
@@ -87,6 +87,7 @@ class StepProgram:
         self.name = captured.name
         self.symbolic = self  # for a program for certain sizes: the one that serves all sizes
         self.hot: dict[tuple[int, ...], StepProgram] = {}  # programs for certain sizes alone
+        self.successor: StepProgram | None = None  # the program that has taken its place, with another schedule
         self.from_start = from_start  # see `Trace.from_start`
         self.kept = kept  # the store's entry for it; None where nothing can be kept
         known = kept.facts if kept is not None else None
@@ -103,6 +104,7 @@ class StepProgram:
         self.mutated = [p.index for p in captured.outputs if p.role is OutputRole.MUTATION and p.index is not None]
         self._histories: dict[Variant, History] = {}
         self._choice: MemoryDecision | None = known.choice if known is not None else None
+        self._is_decided = False  # whether `_choice` is that of the program that this one is made of
         self._parts: dict[tuple[Variant, bool], Parts] = {}
         self._first_gathers: list[Executable] | None = None
         self._forwards: dict[bool, Executable] = {}
@@ -194,15 +196,16 @@ class StepProgram:
             if self.decide is not None:
                 self._histories[variant] = self.decide().history(variant)
                 return self._histories[variant]
-            with self._heard:
+            # (The plain variant's choice is for all, a symbolic program's also for those for certain sizes.)
+            decided = self._is_decided or variant != PLAIN or self.symbolic is not self
+            with compile_lock.ONE_AT_A_TIME, self._heard:
                 self.context = resolved(self.captured, self.context, training=self.differentiated)
                 self._histories[variant], self._choice = run_passes(
                     self.captured.snapshot(),
                     self.context,
                     variant,
                     training=self.differentiated,
-                    # (The plain variant's choice is for all, a symbolic program's also for those for certain sizes.)
-                    choice=self._choice if variant != PLAIN or self.symbolic is not self else None,
+                    choice=self._choice if decided else None,
                 )
             if variant == PLAIN and self.plan.wire.auto and self.context.wire.formats is not None:
                 self._histories[variant].program.remarks.append(self.context.wire.formats.remark())
@@ -259,6 +262,33 @@ class StepProgram:
         context = replace(self.context, order=lambda variant: order_of(other.history(variant).program))
         return StepProgram(self.captured, context, pattern=self.pattern)
 
+    def rescheduled(self, costs: Costs) -> StepProgram:
+        """Make this program anew, with transfers scheduled by other costs; nothing is compiled yet, and no other rank is
+        told.
+
+        It saves what was decided under the memory budget, and raises `PlanError` where it does not fit into that.
+        """
+        self.history()
+        context = replace(self.context, plan=self.plan, schedule=costs, agree=tell_nobody, keeper=None)
+        step = StepProgram(self.captured, context, pattern=self.pattern, from_start=self.from_start)
+        step._choice, step._is_decided = self._choice, True
+        return step
+
+    def compile_like(self, other: StepProgram, goes_on: Callable[[], None]) -> None:
+        """Compile what another program has compiled so far. `goes_on` is called before each part, and may raise."""
+        self.first_gathers()
+        for gathered_before in list(other._forwards):
+            goes_on()
+            self.forward(gathered_before)
+        for reduce, accumulated in list(other._backwards):
+            goes_on()
+            self.backward(reduce, accumulated)
+
+    @property
+    def latest(self) -> StepProgram:
+        """The program that runs in its place, if another one has taken it; else itself."""
+        return self if self.successor is None else self.successor.latest
+
     def variants_made(self) -> list[Variant]:
         """Return the variants that have been split so far, except those with the backward in two."""
         return [variant for variant, apart in self._parts if not apart]
@@ -270,10 +300,11 @@ class StepProgram:
         return self._parts[variant, apart]
 
     def _split(self, variant: Variant, *, apart: bool) -> Parts:
-        parts = split(self.history(variant).program, apart=apart)
-        for part in (*parts.ahead, parts.forward, parts.backward, parts.weights):
-            if part is not None:
-                verify_program(part)
+        with compile_lock.ONE_AT_A_TIME:
+            parts = split(self.history(variant).program, apart=apart)
+            for part in (*parts.ahead, parts.forward, parts.backward, parts.weights):
+                if part is not None:
+                    verify_program(part)
         return parts
 
     @functools.cached_property
@@ -349,7 +380,8 @@ class StepProgram:
         for executable in earlier:
             # (two that come from the store were kept together, with these strides)
             if not (is_unmade(part) and is_unmade(executable.program)):
-                adopt_strides(part, executable)
+                with compile_lock.ONE_AT_A_TIME:
+                    adopt_strides(part, executable)
         return self._compile(part, is_backward=True)
 
     def first_gathers(self) -> list[Executable]:
@@ -361,7 +393,8 @@ class StepProgram:
             for program in step.parts().ahead:
                 step.context.agree(program)
             groups = step.context.groups
-            step._first_gathers = [checked(compile_eager(p, groups), groups) for p in step.parts().ahead]
+            with compile_lock.ONE_AT_A_TIME:
+                step._first_gathers = [checked(compile_eager(p, groups), groups) for p in step.parts().ahead]
         assert self._first_gathers is not None
         return self._first_gathers
 
@@ -496,6 +529,14 @@ class Entry(Serves):
         """Make one of its programs anew with transfers in the order of another entry's program, and return it."""
         step = self._programs[mine.pattern] = mine.following(other)
         return step
+
+    def take_over(self, step: StepProgram, other: StepProgram) -> None:
+        """Let another program that computes the same as `step` serve calls in its place. A forward of the earlier one
+        still has that one's backward.
+        """
+        other.context = replace(other.context, agree=step.context.agree)
+        self._programs[step.pattern] = step.successor = other
+        together([other])
 
     def _made(self, chosen: frozenset[int]) -> StepProgram:
         if chosen not in self._programs:

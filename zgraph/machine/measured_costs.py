@@ -66,7 +66,7 @@ def agreed_costs(plan: Plan, device: torch.device, agreement: Agreement, mesh: D
             f"rank {rank} can't read the hardware", where="hardware", why=said, hint="every rank needs the file"
         )
 
-    named = plan.hardware or os.environ.get(VARIABLE) or None
+    named = named_hardware(plan)
     agreement.vote(
         "where costs come from",
         f"hardware {named or 'measured'}",
@@ -80,6 +80,11 @@ def agreed_costs(plan: Plan, device: torch.device, agreement: Agreement, mesh: D
         costs = replace(costs, hardware=_from_before(costs, device, agreement, mesh))
     agreement.vote("the table of costs (plan.hardware)", costs.hardware.model_dump_json())
     return costs
+
+
+def named_hardware(plan: Plan) -> str | None:
+    """Return the hardware that the plan names, or the environment's variable; None where it is measured."""
+    return plan.hardware or os.environ.get(VARIABLE) or None
 
 
 def at_disk_rate(costs: Costs, agreement: Agreement, tiers: Tiers) -> Costs:

@@ -459,6 +459,12 @@ class Plan(Record, frozen=True):
         "zgraph calibrate has written; default: what data sheets say of such devices; none: that in commands, "
         "and measured where a model is compiled",
     )
+    adapt: Literal["once", "off"] = Field(
+        examples=["once"],
+        default="off",
+        description="whether the operators of a step are timed while it trains, and transfers scheduled once more by these times where "
+        "that is forecast to be faster: once, or off. Where hardware is not named",
+    )
     passes: tuple[
         Annotated[str, AfterValidator(lambda text: str(UserPass.parse(text))), BeforeValidator(_refuse_callable)],
         ...,

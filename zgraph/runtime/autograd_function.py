@@ -147,7 +147,7 @@ class Step(torch.autograd.Function):
             raise RuntimeError(
                 "backward through this forward a second time: what it saved is gone; pass retain_graph=True to the first backward"
             )
-        again = frozenset(tangents) != entry.pattern or step.symbolic is not entry.program()
+        again = frozenset(tangents) != entry.pattern or step.symbolic.latest is not entry.program()
         ctx.versions.check(ctx.flat, whole=again)
         flat, saved, unsharded = ctx.flat, ctx.saved, ctx.kept
         if again:

@@ -36,6 +36,7 @@ from zgraph.plan.shapes import buckets_of
 from zgraph.program.program import InputRole, OutputRole, ParamSpec
 from zgraph.program.remark import Remark
 from zgraph.ranks import heartbeat, progress
+from zgraph.runtime.adapted_schedule import AdaptedSchedule
 from zgraph.runtime.autograd_function import Saved, Step
 from zgraph.runtime.calls import Calls
 from zgraph.runtime.capacity_checks import check_capacity
@@ -73,6 +74,7 @@ class Runtime(Rank):
         self.buckets = PaddedCalls(self, buckets) if buckets is not None else None
         self.calls = Calls(self, self._compile, self._execute)
         self.hot_sizes = HotSizes(self, self._make)
+        self.adapted_schedule = AdaptedSchedule(self)
         self.unsharded = UnshardedWeights(shards, device)
         reduces = plan.zero > 1 or self.mesh is None or self.mesh.size() == 1
         self.waiting = PendingGradients(shards, device, reduces=reduces)
@@ -103,6 +105,10 @@ class Runtime(Rank):
         """The number of optimizer steps so far, including skipped ones."""
         return self.own_steps if self.updater.optimizer is None else self.updater.calls
 
+    def told(self) -> list[str]:
+        """Return the report's lines on this rank: what has become of its schedule."""
+        return [self.adapted_schedule.told] if self.adapted_schedule.told else []
+
     def end_own_step(self) -> None:
         """End the step before this call, if its update was made by the user's own optimizer."""
         if self.plan.optimizer is None and self.clock.reduced:
@@ -125,6 +131,8 @@ class Runtime(Rank):
         with self.calls.lock, self._padded_by(padded):
             key, entry = self.entry(args, kwargs)
             self.hot_sizes.called(self.entries, begins=not self.forwards)
+            if not self.forwards:
+                self.adapted_schedule.step_begins(entry)
         self.entered = entry
         trains = entry.program().differentiated and torch.is_grad_enabled()
         self.forwards += trains
