@@ -351,6 +351,41 @@ def test_ranks_that_are_in_a_program_already_are_told_as_well(four, plan):
         assert "a backward pass" in str(outcome.error) and "the inputs of a call" in str(outcome.error)
 
 
+def call_two_models(what: str) -> None:
+    """Steps of two models, one after the other; then one rank does something in another order."""
+    first, second = (Loop("plan", 3, 1, "static") for _ in range(2))
+    begin = 0.0
+    try:
+        for step in range(WARM + 3):
+            begin = begin or (time.monotonic() if step == WARM else 0.0)
+            pair = (second, first) if step == WARM and rank() == 1 else (first, second)
+            if what == "steps":
+                for loop in pair:
+                    loop.step()
+            else:
+                for loop in (first, second):
+                    loop.model(loop.batch()).backward()
+                if what == "evaluation" and step == WARM:
+                    with torch.no_grad():
+                        pair[0].model(loop.batch())
+                for loop in pair if what == "updates" else (first, second):
+                    loop.optimizer.step()
+                    loop.optimizer.zero_grad()
+        raise AssertionError("nothing was found")
+    except Exception as error:
+        error.seconds = time.monotonic() - begin  # type: ignore[attr-defined]
+        raise
+
+
+@sweep("what", ["steps", "updates", "evaluation"], quick=(0,))
+def test_ranks_that_call_two_models_in_another_order_are_told(two, what):
+    """Each model has a group of its own to vote in, where ranks would wait for each other."""
+    for outcome in two.attempt(call_two_models, what, limit=120, keep=True):
+        assert isinstance(outcome.error, RankMismatchError), outcome.traceback
+        assert outcome.error.seconds < SECONDS  # type: ignore[attr-defined]
+        assert "the order in which they call models" in str(outcome.error), str(outcome.error)
+
+
 def check_found(ranks: Ranks, seed: int, how: Callable[[int], None] = disagree) -> None:
     kind = planted(seed)[0]
     outcomes = ranks.attempt(how, seed, limit=90, keep=True)
@@ -487,6 +522,19 @@ class Beside:
         for optimizer in self.optimizers:
             optimizer.param_groups[0]["lr"] = rate
 
+    # -- a schedule of calls
+    def run(self) -> None:
+        """Do seven steps, and what there may be between them."""
+        for _ in range(7):
+            if self.draw.random() < 0.3:
+                self.draw.choice(BETWEEN)(self)
+            self.draw.choice(self.often if self.draw.random() < 0.8 else STEPS)(self)
+
+    def furthest(self) -> float:
+        """The largest difference from plain weights."""
+        whole = [p.full_tensor() for p in self.model.parameters()]
+        return max(float((a - b).abs().max()) for a, b in zip(whole, self.plain.parameters(), strict=True))
+
 
 STEPS = [Beside.whole_step, Beside.loop, Beside.several_forwards, Beside.retained, Beside.dropped]
 BETWEEN = [Beside.asked, Beside.evaluate, Beside.change_weights, Beside.change_rate]
@@ -501,12 +549,8 @@ def drawn(draw: random.Random) -> list[Any]:
 def healthy(seed: int) -> float:
     """Ranks that do alike what is drawn; the largest difference from plain weights."""
     both = Beside(seed)
-    for _ in range(7):
-        if both.draw.random() < 0.3:
-            both.draw.choice(BETWEEN)(both)
-        both.draw.choice(both.often if both.draw.random() < 0.8 else STEPS)(both)
-    whole = [p.full_tensor() for p in both.model.parameters()]
-    return max(float((a - b).abs().max()) for a, b in zip(whole, both.plain.parameters(), strict=True))
+    both.run()
+    return both.furthest()
 
 
 def check_healthy(ranks: Ranks, seed: int) -> None:

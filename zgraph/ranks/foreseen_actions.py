@@ -8,10 +8,17 @@ meet, but all ranks wait. Counting acts reveals this. A rank that waits in a vot
 process group's store; on a rank that has gone past that number without a vote, the heartbeat's thread answers. That
 proves that they differ, and tells how. The rank that found it writes it to the store and shuts its process groups, so
 that nobody waits there: all raise the same error.
+
+Several models of the same ranks vote in groups of their own, where a rank that calls another model than the others
+meets nobody. So ranks also publish their numbers of acts with each model. Ranks that make the same calls in the same
+order are each ahead of the other with every model, or with none; if one is ahead with one model and behind with
+another, their orders differ.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import threading
 import weakref
@@ -28,6 +35,7 @@ they differ.
 """
 
 UPDATE = "an update"
+ORDER = "the order in which they call models"
 LONGEST = 256  # most acts in a row without a vote
 KNOWN = 20_000  # most remembered positions in steps; more are forgotten
 _WAITS, _PASSED, _DIFFERENCE = "waits", "passed", "difference"
@@ -68,9 +76,18 @@ class ForeseenActions:
         self.promised: list[Act] = []  # acts that ranks have voted on in advance, the next one last
         self._following: dict[tuple[int, int], Act] = {}
         self._before = self._step = 0  # hashes of the step before, and of this step so far
-        self._store = process_groups.own_store(process_groups.default_store(), f"zgraph/course/{name}")
+        self.name = name
+        self._root = process_groups.default_store()
+        self._store = process_groups.own_store(self._root, f"zgraph/course/{name}")
+        self.waits_in: Act | None = None  # the vote that this rank waits in for others
+        self._published = ""  # what this rank has last published of its models
+        self._newest = ""  # the model that these ranks have compiled last
+        self._compared = 0  # acts until then, in which ranks need not have been alike: an error may have ended some
         self._lock = threading.Lock()
         ForeseenActions.of_all.add(self)
+        for course in self._models():
+            course._compared = course.position
+            course._newest = name
 
     # -- what is foreseen ---------------------------------------------------------------------------------------------
     def foreseen(self) -> Act | None:
@@ -116,12 +133,14 @@ class ForeseenActions:
     # -- votes --------------------------------------------------------------------------------------------------------
     def enter_vote(self) -> None:
         """Enter a vote."""
+        self.waits_in = None
         self._voted_before = self.voted
         self.voted = self.position + 1  # (`voted` first: a thread that reads in between finds no act past a vote)
         self.position = self.voted
 
     def leave_vote(self, agreed: Coming | None) -> None:
         """Leave a vote in which all ranks agreed."""
+        self.waits_in = None
         self.past.clear()
         self.agreed = agreed
 
@@ -136,6 +155,7 @@ class ForeseenActions:
     def look(self, subject: str, ballot: str) -> None:
         """Raise `RankMismatchError`, while this rank waits in a vote, if another rank has gone past it."""
         self.raise_difference()
+        self._look_at_other_models(subject, ballot)
         with self._lock:
             waits = self._waits()
             # (if another rank waits where this rank went past, that one differed first)
@@ -150,8 +170,15 @@ class ForeseenActions:
         here, why = process_groups.my_rank(), None
         if foreseen.subject == subject == UPDATE and self.said is not None and self.agreed is not None:
             why = self.compare([(self.said if rank == here else self.agreed)[1] for rank in self.ranks])
+        about = foreseen.subject
+        is_same = foreseen.subject == subject and ballot.startswith(foreseen.text)  # (numbers follow in an update's)
+        if why is None and is_same and len(self._models()) > 1:
+            about = ORDER
+            why = (
+                f"before {subject}, rank {here} has called another model or changed weights, and rank {said[1]} has not"
+            )
         why = why or shown_difference([(said[1], foreseen), (here, Act(subject, ballot))])
-        self._tell({"subject": foreseen.subject, "where": f"rank(s) [{here}] differ from rank {said[1]}", "why": why})
+        self._tell({"subject": about, "where": f"rank(s) [{here}] differ from rank {said[1]}", "why": why})
 
     def answer(self) -> None:
         """Tell a rank that waits in a vote that this rank has gone past it without one. Called by the heartbeat's
@@ -168,6 +195,72 @@ class ForeseenActions:
             self.active = False
         finally:
             self._lock.release()
+
+    # -- several models -----------------------------------------------------------------------------------------------
+    def _models(self) -> list[ForeseenActions]:
+        """Return the courses of all models of these ranks, by name."""
+        courses = [c for c in list(ForeseenActions.of_all) if c.ranks == self.ranks and c._root is self._root]
+        return sorted(courses, key=lambda course: course.name)
+
+    def _positions(self) -> tuple[str, dict[str, int]]:
+        """Return the newest model, and this rank's numbers of acts with each model since it was compiled, as they were at
+        one moment."""
+        while True:  # (the thread that trains may be in an act, or compile)
+            models = self._models()
+            first, second = [[(c._newest, c.position - c._compared) for c in models] for _ in range(2)]
+            if first == second and len({newest for newest, _ in first}) == 1:
+                return first[0][0], {course.name: acts for course, (_, acts) in zip(models, first, strict=True)}
+
+    def publish(self) -> bool:
+        """Publish how far this rank is with each model of these ranks, and the vote that it waits in; return whether there
+        are several. Called by the heartbeat's thread, and while this rank waits.
+        """
+        models = self._models()
+        if len(models) < 2:
+            return False
+        waiting = next((course.waits_in for course in models if course.waits_in is not None), None)
+        known = json.dumps([*self._positions(), waiting and [waiting.subject, around(waiting.text, 0)]])
+        first = models[0]
+        with first._lock:
+            if known != first._published:
+                first._between_models.set(str(process_groups.my_rank()), known)
+                first._published = known
+        return True
+
+    def _look_at_other_models(self, subject: str, ballot: str) -> None:
+        """Raise `RankMismatchError`, while this rank waits in a vote, if a rank beside it calls models in another order.
+
+        All ranks wait, or will: if any two differ, two that are neighbours do.
+        """
+        self.waits_in = Act(subject, ballot)
+        if not self.publish():
+            return
+        (last_compiled, mine), here = self._positions(), process_groups.my_rank()
+        at = self.ranks.index(here)
+        for rank in {self.ranks[at - 1], self.ranks[(at + 1) % len(self.ranks)]} - {here}:
+            with self._lock:
+                key, store = str(rank), self._between_models
+                published = store.get(key) if store.check([key]) else None
+            newest, theirs, waiting = json.loads(published) if published is not None else ("", {}, None)
+            ahead = [name for name in mine if theirs.get(name, 0) > mine[name]]
+            if (
+                newest != last_compiled
+                or not ahead
+                or not any(theirs[name] < mine[name] for name in mine.keys() & theirs.keys())
+            ):
+                continue
+            other = waiting or ["a call", "begun already"]
+            acts = [
+                (rank, Act(f"{other[0]} of model {ahead[0]}", other[1])),
+                (here, Act(f"{subject} of model {self.name}", ballot)),
+            ]
+            where = f"rank(s) [{here}] differ from rank {rank}"
+            self._tell({"subject": ORDER, "where": where, "why": shown_difference(acts)})
+
+    @functools.cached_property
+    def _between_models(self) -> Any:
+        """The store in which ranks publish how far they are with each model."""
+        return process_groups.own_store(self._root, f"zgraph/models/{' '.join(map(str, self.ranks))}")
 
     def _waits(self) -> int:
         """Return the position of the vote in which a rank waits, or last waited; 0 if none ever did. Of several ranks,
@@ -214,8 +307,11 @@ class ForeseenActions:
             raise error
 
     def _tell(self, said: dict[str, str]) -> None:
-        with self._lock:
-            self._store.compare_set(_DIFFERENCE, "", json.dumps(said))
+        """Write how ranks differ to the store, for each model that one of them may wait in; then raise it."""
+        for course in self._models():
+            with course._lock:
+                course._store.compare_set(_DIFFERENCE, "", json.dumps(said))
+            course.difference()
         self.raise_difference()
 
 
@@ -229,6 +325,8 @@ def answer_all() -> None:
         return
     for course in living:
         course.answer()
+        with contextlib.suppress(RuntimeError):  # (its store has ended, or another thread has just made a course)
+            course.publish()
 
 
 def shown_difference(acts: Sequence[tuple[int, Act]]) -> str:
