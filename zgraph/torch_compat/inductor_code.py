@@ -14,6 +14,8 @@ import torch
 from torch import fx
 from torch._guards import TracingContext, tracing
 
+from zgraph.torch_compat.fx_graphs import fix_strides
+
 
 def inductor_joint_passes(module: fx.GraphModule, fake_mode: Any, *, pads: bool) -> None:
     """Run Inductor's own passes over a joint graph (random operators become functions of seeds, patterns are replaced).
@@ -210,6 +212,18 @@ def _order_chunks(nodes: list[Any], chunk_of: dict[str, str]) -> bool:
     return bool(written)
 
 
+def _store_what_leaves_chunks(graph: fx.Graph, chunk_of: dict[str, str]) -> None:
+    """Make Inductor store a value of a chunk that is read outside of it.
+
+    It would compute a cheap one (an element that is looked up in each row) only where the parts of all chunks are put
+    together, and the large values that it is computed from would live until then.
+    """
+    for node in graph.nodes:
+        chunk = chunk_of.get(node.name)
+        if chunk is not None and any(chunk_of.get(user.name) != chunk for user in node.users):
+            fix_strides(node)
+
+
 def compile_with_inductor(
     module: fx.GraphModule,
     inputs: Sequence[Any],
@@ -240,6 +254,7 @@ def compile_with_inductor(
     from torch._inductor.virtualized import V
 
     lower_gathers()
+    _store_what_leaves_chunks(module.graph, dict(chunks))
     keep = {
         "reorder_for_locality": False,
         "reorder_for_peak_memory": False,

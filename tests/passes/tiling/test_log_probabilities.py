@@ -6,6 +6,10 @@ rows, or of one sequence after another, as TRL's `selective_log_softmax`), and e
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,6 +26,7 @@ from zgraph.passes.analysis.live_memory import memory_of
 from zgraph.program.node import info, tensors
 from zgraph.program.program import Program
 
+HERE = Path(__file__).parent
 WIDTH, WORDS, ROWS, LENGTH = 32, 8192, 2, 128
 LOGITS, WEIGHT = ROWS * LENGTH * WORDS * 4, WIDTH * WORDS * 4  # bytes
 
@@ -234,6 +239,43 @@ def test_at_most_an_eighth_of_the_logits_is_there(of_labels, entropy, how):
         assert largest >= LOGITS if not tiles else largest <= LOGITS // 8
     assert peaks[0] >= 2 * LOGITS
     assert peaks[1] <= peaks[0] / 8 + 2 * WEIGHT + 2**19
+
+
+MEASURED = """
+from zgraph import allocations
+allocations.count()
+import torch, zgraph
+torch.set_num_threads(1)
+import test_log_probabilities as here
+inputs = (torch.zeros(here.ROWS, here.LENGTH, dtype=torch.long),) * 2
+for tiles in {}, {"loss": 8}:
+    torch.manual_seed(0)
+    model = here.Policy("sum of exponentials", "softmax", words=here.WORDS, width=here.WIDTH)
+    model = zgraph.compile(model, zgraph.Plan(tiles=tiles, backend="BACKEND"))
+    for _ in range(2):
+        model.zero_grad()
+        before = allocations.live()
+        allocations.reset_peak()
+        of_labels, entropy = model(*inputs)
+        (of_labels.sum() + 0.1 * entropy.sum()).backward()
+    print(allocations.peak() - before, of_labels.sum().item(), *(p.grad.norm().item() for p in model.parameters()))
+"""
+
+
+@pytest.mark.parametrize("backend", [pytest.param("inductor", marks=pytest.mark.inductor), "eager"])
+@pytest.mark.slow
+def test_a_run_takes_as_little_memory(backend):
+    code = MEASURED.replace("BACKEND", backend)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True, timeout=280, check=False
+    )
+    if "can't be counted" in done.stderr:
+        pytest.skip("no C++ compiler")
+    assert done.returncode == 0, done.stderr
+    (plain, *values), (tiled, *others) = ([float(text) for text in line.split()] for line in done.stdout.splitlines())
+    assert plain >= 2 * LOGITS
+    assert tiled <= plain / 8 + 2 * WEIGHT + 2**19
+    assert values == pytest.approx(others, rel=1e-5)
 
 
 # -- what can't be ----------------------------------------------------------------------------------------------------
