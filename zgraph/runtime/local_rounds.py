@@ -17,8 +17,8 @@ import torch
 from zgraph.errors import StepError
 from zgraph.parameters.shards import Shards
 from zgraph.update.build_update import DERIVED, MASTER
-from zgraph.update.optimizer_rule import LOCAL_STEPS, SYNCHRONIZED, Rule
 from zgraph.update.optimizer_rules import rule_of
+from zgraph.update.rule_interface import LOCAL_STEPS, SYNCHRONIZED, Rule
 from zgraph.update.states import States
 
 logger = logging.getLogger(__name__)

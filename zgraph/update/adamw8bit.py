@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zgraph.update.optimizer_rule import Part, Rule, State
+from zgraph.update.rule_interface import Part, Rule, State
 
 SIGNED = ("exp_avg",)
 DECADES = 7

@@ -12,7 +12,7 @@ Where gradients are not reduced, ranks share something else in signs (`zgraph.up
 rules, in place of gradients, or after them, where each rank's own updates end in a synchronization. So do those of
 groups of ranks (`zgraph.update.local_steps`), whose means the pass `share_rounds` sends together.
 
-Rules are plain functions (see `zgraph.update.optimizer_rule`), traced once for each kind of parameter and put in once
+Rules are plain functions (see `zgraph.update.rule_interface`), traced once for each kind of parameter and put in once
 for each parameter. Arithmetic on single numbers (step sizes, bias corrections) is shared by all parameters and done in
 float64. Programs are pure here: new values are outputs, which the pass `write_in_place` turns into writes.
 """
@@ -36,9 +36,9 @@ from zgraph.program.program import DATA_DIMS, STAGE_DIM, InputRole, OutputRole, 
 from zgraph.update import scaler
 from zgraph.update.assembler import Assembler, all_reduce
 from zgraph.update.compressed_means import CompressedMeans
-from zgraph.update.optimizer_rule import Part, Rule, State, Synchronization, Unreduced, Unsharded
 from zgraph.update.optimizer_rules import RULES, rule_of
 from zgraph.update.parameter_groups import Member
+from zgraph.update.rule_interface import Part, Rule, State, Synchronization, Unreduced, Unsharded
 from zgraph.update.skip_nonfinite import found_nonfinite
 
 MASTER = "master"

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from zgraph.plan.local_steps import LocalSteps
 from zgraph.plan.optimizers import UpdateKind
-from zgraph.update.optimizer_rule import (
+from zgraph.update.rule_interface import (
     LOCAL_STEPS,
     SYNCHRONIZED,
     Part,

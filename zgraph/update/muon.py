@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zgraph.update.optimizer_rule import Part, Rule, State
+from zgraph.update.rule_interface import Part, Rule, State
 
 
 def _states(record: Any, shape: tuple[int, ...], dtype: torch.dtype, whole: tuple[int, ...]) -> dict[str, State]:

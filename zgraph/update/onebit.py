@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from zgraph.plan.optimizers import UpdateKind
-from zgraph.update.optimizer_rule import Part, Rule, State, Unreduced
+from zgraph.update.rule_interface import Part, Rule, State, Unreduced
 from zgraph.update.trust_ratio import trust_ratio
 from zgraph.update.uncorrected_adam import (
     SCALARS,

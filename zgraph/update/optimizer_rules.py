@@ -21,7 +21,7 @@ from zgraph.update.adamw8bit import blockwise
 from zgraph.update.local_steps import with_local_steps
 from zgraph.update.muon import MUON
 from zgraph.update.onebit import ONE_BIT_ADAM, ONE_BIT_LAMB
-from zgraph.update.optimizer_rule import Part, Rule, State
+from zgraph.update.rule_interface import Part, Rule, State
 from zgraph.update.trust_ratio import trust_ratio
 from zgraph.update.zero_one import ZERO_ONE_ADAM
 

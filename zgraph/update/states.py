@@ -21,10 +21,10 @@ from zgraph.parameters.shards import Shards
 from zgraph.update import scaler
 from zgraph.update.build_update import AHEAD, EMA, MASTER, NONFINITE, UpdateOptions, state_bytes_of, states_of
 from zgraph.update.optimizer import PlanOptimizer, copy_state
-from zgraph.update.optimizer_rule import Rule, State
 from zgraph.update.optimizer_rules import RULES
 from zgraph.update.optimizer_state import OfParam
 from zgraph.update.parameter_groups import STEP, Member
+from zgraph.update.rule_interface import Rule, State
 
 logger = logging.getLogger(__name__)
 

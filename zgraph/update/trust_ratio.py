@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zgraph.update.optimizer_rule import Part
+from zgraph.update.rule_interface import Part
 
 
 def trust_ratio(record: Any, p: Tensor, update: Tensor, part: Part) -> Tensor:

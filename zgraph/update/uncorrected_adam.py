@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zgraph.update.optimizer_rule import Part, State
+from zgraph.update.rule_interface import Part, State
 
 SCALARS = ("lr", "betas.0", "betas.1", "eps", "weight_decay")
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from zgraph.plan.optimizers import UpdateKind
-from zgraph.update.optimizer_rule import LOCAL_STEPS, SYNCHRONIZED, Part, Rule, State, Synchronization, Unreduced
+from zgraph.update.rule_interface import LOCAL_STEPS, SYNCHRONIZED, Part, Rule, State, Synchronization, Unreduced
 from zgraph.update.uncorrected_adam import (
     SCALARS,
     adam_states,
