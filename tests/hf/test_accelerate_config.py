@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from sweeps import sweep
 from typer.testing import CliRunner
 
 import zgraph
@@ -283,7 +284,7 @@ def test_a_file_that_cannot_be_read_is_refused(told, tmp_path):
 ODD = (None, [], {}, True, 0, -1, 2, 3.5, float("nan"), "x", "no", {"a": 1})
 
 
-@pytest.mark.parametrize("kind", ["DEEPSPEED", "FSDP"])
+@sweep("kind", ["DEEPSPEED", "FSDP"], quick=1)
 def test_no_value_of_any_key_crashes_or_is_passed_over(told, kind, tmp_path):
     for name in KEYS:
         for value in ODD:

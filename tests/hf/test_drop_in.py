@@ -94,6 +94,7 @@ def rates(made):
     return [entry["learning_rate"] for entry in made.state.log_history if "learning_rate" in entry]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "params"),
     [

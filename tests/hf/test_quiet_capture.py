@@ -7,7 +7,6 @@ import logging
 import pytest
 import torch
 from architectures import build
-from sweeps import sweep
 from torch import nn
 
 import zgraph
@@ -35,7 +34,8 @@ def heard(caplog, capfd):
         logger.removeHandler(caplog.handler)
 
 
-@sweep("name, fields", CASES, quick=[0])
+@pytest.mark.slow
+@pytest.mark.parametrize("name, fields", CASES)
 def test_a_mixture_of_experts_is_captured_without_a_traceback(name, fields, heard):
     pytest.importorskip("transformers")
     model, batch = build(name)

@@ -157,7 +157,7 @@ CORRECT = [
 
 
 @sweep("zero, backend", [(0, "eager"), (1, "inductor"), (2, "eager"), (3, "inductor"), (3, "eager")], quick=3)
-@sweep("plan", CORRECT, quick=3, ids=[next(iter(c), "plain") for c in CORRECT])
+@sweep("plan", CORRECT, quick=2, ids=[next(iter(c), "plain") for c in CORRECT])
 def test_a_correct_pipeline_is_not_accused(plan, zero, backend):
     made = searched(2, zero=zero, backend=backend, optimizer=ADAM, **plan)
     assert made.ok, [(c.program, c.name, c.beyond[:2], c.bits[:2]) for c in made.culprits]

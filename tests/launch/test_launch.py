@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from sweeps import product
+from sweeps import product, sweep
 from typer.testing import CliRunner
 
 import zgraph.cli.launch as command
@@ -344,9 +344,7 @@ def running(pid):
         return False
 
 
-@pytest.mark.parametrize(
-    "end", ["exit 3", "kill -KILL $$", "exit 0", "sleep 300", "trap '' TERM; while :; do sleep 1; done"]
-)
+@sweep("end", ["exit 3", "kill -KILL $$", "exit 0", "sleep 300", "trap '' TERM; while :; do sleep 1; done"], quick=3)
 def test_what_a_command_has_started_ends_with_the_job(tmp_path, monkeypatch, end):
     """Of a command that failed, was killed, has ended well, or still runs: in sessions of their own, deaf to SIGTERM, of an ended parent."""
     monkeypatch.setattr(runs, "PATIENCE", 0.3)

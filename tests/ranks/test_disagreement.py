@@ -226,7 +226,7 @@ def _end(how: str) -> None:
         (1, "eager", "kill", "forward"),
         pytest.param(3, "inductor", "kill", "backward", marks=pytest.mark.inductor),
     ],
-    quick=(0, 1),
+    quick=(1,),
 )
 def test_a_rank_that_dies_ends_the_others(zero, backend, how, when):
     with Ranks(3, timeout=20) as three:

@@ -370,6 +370,7 @@ def test_only_ranks_of_the_group_that_is_waited_in_are_judged():
     assert "rank 2" not in str(outcomes[0].error)
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_nobody_warns_while_a_rank_compiles():
     with Ranks(2, timeout=60) as ranks:

@@ -212,7 +212,7 @@ def ranks_fail(fault: str):
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("fault", FAULTS)
+@sweep("fault", list(FAULTS), quick=2)
 def test_where_one_rank_can_not_all_stay_with_what_they_have(two, fault):
     """None of them waits, and what went wrong is told on all."""
     for told, stays in two.run(ranks_fail, fault):
@@ -302,6 +302,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.slow
 def test_a_process_ends_while_a_schedule_is_compiled(tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != VARIABLE} | {"ZGRAPH_CACHE": str(tmp_path)}
     command = [sys.executable, "-c", textwrap.dedent(SCRIPT)]

@@ -279,6 +279,7 @@ class Causal(nn.Module):
         return (scores.softmax(-1) @ x).square().mean()
 
 
+@pytest.mark.slow
 def test_what_bounds_a_length_is_told_where_the_largest_has_a_program_of_its_own():
     mine, plain = pair(Causal)
     for rows, length in ((3, 4), (3, 6), (2, 10), (4, 10), (2, 5)):
@@ -301,7 +302,7 @@ class Counts(nn.Module):
         return (self.words(ids) * self.places(places)).square().mean()
 
 
-@pytest.mark.parametrize("first", [0, 3])
+@sweep("first", [0, 3], quick=1)
 def test_a_size_is_no_larger_than_the_table_that_counted_positions_are_looked_up_in(first, caplog):
     """Also where the batch is of the size that the table has: two sizes are traced at two numbers."""
     mine, plain = pair(lambda: Counts(first))
@@ -577,6 +578,7 @@ class Doubled(Turned):
         return (nn.functional.pad(self.mix(x).repeat_interleave(2, 1), (0, 0, 0, 1)) * y).square().mean()
 
 
+@pytest.mark.slow
 def test_a_size_that_is_arithmetic_on_another_is_a_number_where_that_one_is_1():
     mine, plain = pair(Doubled)
     for rows, length in ((2, 3), (2, 5), (3, 8), (3, 1), (5, 4), (4, 1), (1, 6)):
@@ -626,6 +628,7 @@ class Halves(Turned):
         return self.mix(small.movedim(1, -1)).square().mean()
 
 
+@pytest.mark.slow
 def test_a_size_that_is_rounded_is_computed_in_the_program():
     mine, plain = pair(Halves)
     for rows, high, wide in ((2, 8, 8), (2, 10, 6), (3, 16, 12), (4, 9, 7)):

@@ -282,6 +282,7 @@ def a_single_row_is_computed_otherwise() -> list[str]:
     return list(model.zgraph.programs)
 
 
+@pytest.mark.slow
 def test_programs_that_communicate_otherwise_are_refused_beside_each_other(two):
     first, second = two.run(a_single_row_is_computed_otherwise)
     assert first == second  # (the call that was refused has taught all ranks the same)

@@ -155,6 +155,7 @@ def test_each_dtype_of_an_input_has_its_programs_and_keeps_them():
     assert len(mine.zgraph.programs) == 4  # (two of each dtype)
 
 
+@pytest.mark.slow
 def test_autocast_between_steps_has_its_programs_and_changes_no_other():
     mine, plain = pair()
     for number, low in enumerate([False, False, True, True, False, True]):

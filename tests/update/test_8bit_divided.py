@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sweeps import sweep
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -63,7 +62,8 @@ def run(folder, block):
     return found, shapes
 
 
-@sweep("block", [4, 5, 256], quick=(1,))  # (each rank has whole blocks; parts of some; parts of the only one)
+@pytest.mark.slow
+@pytest.mark.parametrize("block", [4, 5, 256])  # (each rank has whole blocks; parts of some; parts of the only one)
 def test_a_checkpoint_goes_on_bit_for_bit_and_as_on_undivided_weights(two, tmp_path, block):
     first, second = two.run(run, tmp_path, block)
     for found, shapes in (first, second):

@@ -228,8 +228,9 @@ def test_four_ranks_do_what_the_algorithm_says(four: Ranks) -> None:
     assert follows(four, 4, STEPS, dtype=torch.float64) <= 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
-@sweep("world, steps", [(2, STEPS), (4, STEPS), (2, 2 * FREEZE)], quick=(2,))
+@pytest.mark.parametrize("world, steps", [(2, STEPS), (4, STEPS), (2, 2 * FREEZE)])
 def test_ranks_do_what_the_algorithm_of_lamb_says(two: Ranks, four: Ranks, world: int, steps: int) -> None:
     assert follows(two if world == 2 else four, world, steps, dtype=torch.float64, lamb=True) <= 1e-6
 
@@ -290,8 +291,9 @@ def restarted(folder: Path, lamb: bool) -> tuple[dict[str, torch.Tensor], dict[s
     return weights(first), weights(second)
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
-@sweep("lamb", [False, True], quick=(1,))
+@pytest.mark.parametrize("lamb", [False, True])
 def test_a_restart_in_the_middle_is_bit_for_bit(
     two: Ranks, tmp_path: Path, caplog: pytest.LogCaptureFixture, lamb: bool
 ) -> None:

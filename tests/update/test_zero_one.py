@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from one_bit import Net, Shared, Whole, batch, transfers, weights
 from ranks import Ranks
-from sweeps import sweep
 
 import zgraph
 from zgraph.errors import PlanError, StepError
@@ -310,11 +309,11 @@ def restarted(folder: Path, at: int, fields: dict) -> tuple[dict, dict, dict]:
     return weights(first), weights(second), saved
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
-@sweep(
+@pytest.mark.parametrize(
     "at, fields",
     [(MIDDLE, {}), (7, {}), (FREEZE, {}), (FREEZE + SCALER, {}), (MIDDLE, {"precision": "bf16"})],
-    quick=(0,),
 )
 def test_a_restart_in_the_middle_is_bit_for_bit(
     two: Ranks, tmp_path: Path, caplog: pytest.LogCaptureFixture, at: int, fields

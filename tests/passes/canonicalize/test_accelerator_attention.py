@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from programs import captured
+from sweeps import product
 from torch import nn
 from torch.nn import functional as F
 
@@ -86,8 +87,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("how", ["flash", "efficient", "cudnn"])
+@product("how, case", ["flash", "efficient", "cudnn"], list(CASES), together=1)
 def test_a_step_is_that_of_the_plain_model_with_masks(how: str, case: str) -> None:
     options = dict(CASES[case])
     padded = options.pop("padded", False)

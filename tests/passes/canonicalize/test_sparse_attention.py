@@ -348,7 +348,8 @@ def test_ranks_with_other_random_blocks_disagree(two: Ranks):
         assert isinstance(outcome.error, zgraph.errors.ZgraphError) and "disagree about the plan" in str(outcome.error)
 
 
-@sweep("name", ["llama", "gpt2", "bert"], quick={0})
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
 def test_models_of_transformers(name):
     transformers = pytest.importorskip("transformers")
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "vocab_size": WORDS}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -160,7 +161,7 @@ def test_a_step_is_that_of_the_plain_model_with_masks(form, backend):
     )  # (it is another model than without the layouts)
 
 
-@product("form, backend", list(FORMS), ["eager", "inductor"], together=1)
+@sweep("form, backend", list(itertools.product(FORMS, ["eager", "inductor"])), quick=6)
 def test_nothing_of_it_is_left(form, backend):
     """No softmax, and no value of length x length but the model's own masks and biases."""
     plan = zgraph.Plan(backend=backend, attention={"*": zgraph.LocalWindow(block=8)})
@@ -192,7 +193,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
-@product("form, more", ["learned", "causal"], list(PLANS), together=1)
+@sweep("form, more", list(itertools.product(["learned", "causal"], PLANS)), quick=4)
 def test_plans_compute_the_same(form, more):
     plan = zgraph.Plan(backend="eager", attention={"*": zgraph.Fixed(block=8, num_local_blocks=2)}, **PLANS[more])
     result = zgraph.verify(net(FORMS[form]), plan, 2, (words(4),))
