@@ -359,6 +359,20 @@ def test_an_optimizer_that_has_stepped_is_refused():
         initialized(model, optimizer=optimizer)
 
 
+def test_an_optimizer_that_has_states_before_its_first_step():
+    model, plain = net(), net()
+    options = {"lr": 1e-2, "initial_accumulator_value": 0.1}
+    engine, *_ = initialized(model, optimizer=torch.optim.Adagrad(model.parameters(), **options))
+    assert engine.optimizer.param_groups[0]["initial_accumulator_value"] == 0.1
+    trained(engine, rows(4))
+    plainly(plain, torch.optim.Adagrad(plain.parameters(), **options), rows(4), 2)
+    torch.testing.assert_close(weights(model), weights(plain))
+    stepped = torch.optim.Adagrad(plain.parameters())
+    plainly(plain, stepped, rows(1), 1)
+    with pytest.raises(StepError, match="has made steps already"):
+        initialized(plain, optimizer=stepped)
+
+
 @pytest.mark.inductor
 @pytest.mark.slow
 def test_a_loop_runs_compiled_and_by_another_backend():

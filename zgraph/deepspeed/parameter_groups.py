@@ -106,14 +106,19 @@ def record_of(optimizer: torch.optim.Optimizer, names: Sequence[Sequence[str]]) 
     kind = _KINDS.get(type(optimizer))
     if kind is None:
         return None
-    if any(optimizer.state.values()):
+    if any(map(_has_stepped, optimizer.state.values())):
         raise StepError(
             "the optimizer has made steps already",
-            why="the engine's states are shards, and begin with the first update",
-            hint="give initialize a new optimizer; or load a checkpoint with its states into the engine",
+            why="its states become shards of the ranks, and begin with the first update",
+            hint="pass a new optimizer; a checkpoint that has the states can be loaded afterwards",
         )
     values = [_values(kind, group) for group in optimizer.param_groups]
     return with_groups(kind(**values[0]), list(zip(names, values, strict=True))[1:])
+
+
+def _has_stepped(state: Mapping[str, Any]) -> bool:
+    """Return whether a parameter's state is of an update: Adagrad has states, of step 0, before its first."""
+    return bool(state) and bool(state.get("step", True))
 
 
 def with_groups(
