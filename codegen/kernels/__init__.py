@@ -17,7 +17,7 @@ from zgraph.errors import UnsupportedError
 from zgraph.plan.attention import sparsity_of
 from zgraph.program import block_quantization
 from zgraph.program.attention_calls import WIDEST, unserved
-from zgraph.program.sparse_attention import refuse_changed
+from zgraph.program.sparse_attention import LAYOUT_AT, SPARSE, SPARSE_BACKWARD, refuse_changed
 
 MOST_BLOCK = 16384  # elements that one program of a kernel holds at once
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -73,7 +73,7 @@ def refuse_attention(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 def _sparse_attention(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     refuse_attention(query, key, value)
-    refuse_changed(sparsity_of(options[-1]))
+    refuse_changed(sparsity_of(options[LAYOUT_AT[SPARSE] - 3]))
     from zgraph.codegen.kernels import block_sparse_attention
 
     return block_sparse_attention.forward(query, key, value, *options)
@@ -81,7 +81,7 @@ def _sparse_attention(query: Tensor, key: Tensor, value: Tensor, *options: Any) 
 
 def _sparse_attention_backward(grad_out: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     refuse_attention(*arguments[:3])
-    refuse_changed(sparsity_of(arguments[-1]))
+    refuse_changed(sparsity_of(arguments[LAYOUT_AT[SPARSE_BACKWARD] - 1]))
     from zgraph.codegen.kernels import block_sparse_attention
 
     return block_sparse_attention.backward(grad_out, *arguments)

@@ -14,6 +14,8 @@ For t computed tiles (of T x T positions, all heads and rows of the batch counte
     query_kernel    6 t T^2 D       4 D (its scores, and dQ)              n (4 D e + 8) + 2 t T D e
     key_kernel      8 t T^2 D       6 D (dP, dV and dK)                   4 m D e + t T (2 D e + 8)
 
+Dropped weights are recomputed in each kernel, from their places (`zgraph.program.attention_dropout`).
+
 A width that is no power of two counts as the next one in operations. The second terms of the bytes are read from the cache where several rows
 see the same tiles; what has to be read of them is every key and value once. How fast they run on a GPU was not measured.
 """
@@ -30,7 +32,10 @@ import triton.language as tl
 from torch import Tensor
 
 from zgraph.codegen.kernels.attention_tiles import Tiles, tiles_of
+from zgraph.plan.attention import sparsity_of
+from zgraph.program.attention_dropout import factor, threshold
 from zgraph.program.cpu_attention import like_backward, like_forward
+from zgraph.program.sparse_attention import first_head
 
 
 # -- parts ------------------------------------------------------------------------------------------------------------
@@ -71,14 +76,28 @@ def _scores(
     return scores
 
 
+@triton.jit
+def _left(seed, row, head, first_query, first_key, least, TILE: tl.constexpr):
+    """Return which weights of a tile are left, queries by keys, 1 or 0 (`zgraph.program.attention_dropout`). Philox gives four keys' words
+    at once."""
+    query = (first_query + tl.arange(0, TILE)).to(tl.uint32)[:, None]
+    fours = (first_key // 4 + tl.arange(0, TILE // 4)).to(tl.uint32)[None, :]
+    none = tl.zeros((TILE, TILE // 4), tl.uint32)
+    a, b, c, d = tl.philox(seed, fours + none, query + none, head.to(tl.uint32) + none, row.to(tl.uint32) + none)
+    even = tl.interleave((a >= least).to(tl.int8), (c >= least).to(tl.int8))
+    odd = tl.interleave((b >= least).to(tl.int8), (d >= least).to(tl.int8))
+    return tl.interleave(even, odd)
+
+
 # -- kernels ----------------------------------------------------------------------------------------------------------
 @triton.jit
 def forward_kernel(
     query, key, value, mask, out, sums, kinds, bounds, tiles, patterns, bits,
     query_b, query_h, query_l, query_d, key_b, key_h, key_l, key_d, value_b, value_h, value_l, value_d,
     mask_b, mask_h, mask_l, mask_k, out_b, out_h, out_l, out_d, sums_b, sums_h, sums_l,
-    heads, group, length, count, scale,
-    WIDTH: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    heads, group, length, count, scale, seed, first_head, least, factor,
+    WIDTH: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr, DROPS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     at, which = tl.program_id(0) % count, tl.program_id(0) // count
     head, row = (which % heads).to(tl.int64), (which // heads).to(tl.int64)
@@ -109,6 +128,9 @@ def forward_kernel(
             shrunk = tl.exp(largest - base)
             v = _load_tile(value + start * value_l, length - start, value_l, value_d, WIDTH, DIM, TILE)
             total = total * shrunk + tl.sum(weights, 1)
+            if DROPS:
+                left = _left(tl.load(seed), row, head + first_head, first, start, least, TILE)
+                weights = tl.where(left != 0, weights * factor, 0.0)
             summed = summed * shrunk[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
             largest = above
     whole = tl.where(total == 0, 1.0, total)
@@ -123,8 +145,10 @@ def query_kernel(
     query, key, value, mask, grad_out, out, sums, products, grad_query, kinds, bounds, tiles, patterns, bits,
     query_b, query_h, query_l, query_d, key_b, key_h, key_l, key_d, value_b, value_h, value_l, value_d,
     mask_b, mask_h, mask_l, mask_k, grad_b, grad_h, grad_l, grad_d, out_b, out_h, out_l, out_d, sums_b, sums_h, sums_l,
-    to_b, to_h, to_l, to_d, heads, group, length, count, scale,
-    WIDTH: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    to_b, to_h, to_l, to_d,
+    heads, group, length, count, scale, seed, first_head, least, factor,
+    WIDTH: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr, DROPS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     at, which = tl.program_id(0) % count, tl.program_id(0) // count
     head, row = (which % heads).to(tl.int64), (which // heads).to(tl.int64)
@@ -157,6 +181,9 @@ def query_kernel(
                 queries, length - start, half == 0, MASKED, TILE, PRECISION,
             )  # fmt: skip
             of_weights = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
+            if DROPS:
+                left = _left(tl.load(seed), row, head + first_head, first, start, least, TILE)
+                of_weights = tl.where(left != 0, of_weights * factor, 0.0)
             of_scores = tl.exp(scores - log_sum[:, None]) * (of_weights - product[:, None])
             summed += tl.dot(of_scores.to(k.dtype), k, input_precision=PRECISION)
     grad_query += row * to_b + head * to_h + first * to_l
@@ -169,8 +196,9 @@ def key_kernel(
     query_b, query_h, query_l, query_d, key_b, key_h, key_l, key_d, value_b, value_h, value_l, value_d,
     mask_b, mask_h, mask_l, mask_k, grad_b, grad_h, grad_l, grad_d, sums_b, sums_h, sums_l,
     to_key_b, to_key_h, to_key_l, to_key_d, to_value_b, to_value_h, to_value_l, to_value_d,
-    heads, group, length, count, scale,
-    WIDTH: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    heads, group, length, count, scale, seed, first_head, least, factor,
+    WIDTH: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr, DROPS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     at, which = tl.program_id(0) % count, tl.program_id(0) // count
     owner, row = (which % (heads // group)).to(tl.int64), (which // (heads // group)).to(tl.int64)
@@ -200,8 +228,13 @@ def key_kernel(
                     queries, keys, half == 0, MASKED, TILE, PRECISION,
                 )  # fmt: skip
                 weights = tl.exp(scores - log_sum[None, :])
-                of_value += tl.dot(weights.to(grad.dtype), grad, input_precision=PRECISION)
                 of_weights = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
+                dropped = weights
+                if DROPS:
+                    left = tl.trans(_left(tl.load(seed), row, head + first_head, start, first, least, TILE))
+                    dropped = tl.where(left != 0, weights * factor, 0.0)
+                    of_weights = tl.where(left != 0, of_weights * factor, 0.0)
+                of_value += tl.dot(dropped.to(grad.dtype), grad, input_precision=PRECISION)
                 of_scores = weights * (of_weights - product[None, :])
                 of_key += tl.dot(of_scores.to(q.dtype), q, input_precision=PRECISION)
     grad_key += row * to_key_b + owner * to_key_h + first * to_key_l
@@ -224,22 +257,34 @@ class _Call:
     """What the kernels of one attention have in common."""
 
     tiles: Tiles  # what is computed
-    numbers: tuple[Any, ...]  # heads, heads of queries for one of keys, length, rows of tiles, scale
+    # heads, heads of queries for one of keys, length, rows of tiles, scale; the seed, the first head of all, the least word, the factor
+    numbers: tuple[Any, ...]
     options: dict[str, Any]  # what kernels are compiled with
     mask: Tensor  # the mask, one number for each score (by strides of 0); without a mask any tensor
     mask_strides: tuple[int, ...]  # of rows, heads, queries and keys
 
     @classmethod
     def of(
-        cls, query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None, layout: str
+        cls,
+        query: Tensor,
+        key: Tensor,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+        scale: float | None,
+        layout: str,
+        seed: Tensor | None,
+        dropout_p: float,
     ) -> _Call:
         rows, heads, length, width = query.shape
         options: dict[str, Any] = sizes_for(width, query.dtype)
         exact = torch.get_float32_matmul_precision() == "highest"
-        options |= {"WIDTH": width, "MASKED": attn_mask is not None, "PRECISION": "tf32x3" if exact else "tf32"}
+        options |= {"WIDTH": width, "MASKED": attn_mask is not None, "DROPS": seed is not None}
+        options |= {"PRECISION": "tf32x3" if exact else "tf32"}
         tiles = tiles_of(layout, heads, length, is_causal, options["TILE"], query.device)
         group = heads // key.shape[1]
         numbers = (heads, group, length, tiles.count, 1 / math.sqrt(width) if scale is None else float(scale))
+        drops = (first_head(sparsity_of(layout)), threshold(dropout_p), float(factor(dropout_p)))
+        numbers += (query if seed is None else seed, *drops)
         mask = query if attn_mask is None else attn_mask.expand(rows, heads, length, length)
         return cls(tiles, numbers, options, mask, (0, 0, 0, 0) if attn_mask is None else mask.stride())
 
@@ -256,11 +301,13 @@ def forward(
     is_causal: bool,
     scale: float | None,
     layout: str,
+    seed: Tensor | None = None,
+    dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Run `zgraph::sparse_attention`."""
     out, sums = like_forward(query, key, value)
     if query.numel():
-        call = _Call.of(query, key, attn_mask, is_causal, scale, layout)
+        call = _Call.of(query, key, attn_mask, is_causal, scale, layout, seed, dropout_p)
         strides = (*query.stride(), *key.stride(), *value.stride(), *call.mask_strides, *out.stride(), *sums.stride())
         with torch.cuda.device_of(query):
             forward_kernel[(call.tiles.count * query.shape[0] * query.shape[1],)](
@@ -280,12 +327,14 @@ def backward(
     is_causal: bool,
     scale: float | None,
     layout: str,
+    seed: Tensor | None = None,
+    dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run `zgraph::sparse_attention_backward`."""
     grads = like_backward(grad_out, query, key, value)
     if not query.numel():
         return grads
-    call = _Call.of(query, key, attn_mask, is_causal, scale, layout)
+    call = _Call.of(query, key, attn_mask, is_causal, scale, layout, seed, dropout_p)
     products = torch.empty(logsumexp.shape, dtype=torch.float32, device=query.device)
     read = (*query.stride(), *key.stride(), *value.stride(), *call.mask_strides, *grad_out.stride())
     of_rows = (*read, *out.stride(), *logsumexp.stride(), *grads[0].stride())

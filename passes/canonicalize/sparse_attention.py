@@ -3,8 +3,9 @@
 *Contract.* The pass looks at torch's attention operators, of CPUs and of accelerators, whose module, or a module around it, a pattern of the plan
 matches (the first that does counts), and on CPUs at attention that is written out there as products and a softmax (`written_attention`). Forward
 and backward become one operator each (`zgraph.program.sparse_attention`), with the layout as an argument; the mask that the model has itself
-holds besides. It changes what the model computes, as it is asked to; every other pass keeps that. Attention that it can't take is an error: with
-dropout, on other sequences than its own, written out in another form.
+holds besides. Dropout stays, with other random numbers: a seed is drawn where a mask was (`zgraph.program.attention_dropout`). The pass changes
+what the model computes, as it is asked to; every other pass keeps that. Attention that it can't take is an error: on other sequences than its
+own, written out in another form.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ def sparse_attention(program: Program, options: SparseOptions) -> dict[str, int]
     layouts = {pattern: layout_text(sparsity) for pattern, sparsity in options.attention}
     count = _take_written(program, sparsities, layouts)
     _check_patterns(program, options)
+    seeds: dict[fx.Node | None, fx.Node] = {}
     for node in reversed(program.nodes):
         call = attention_calls.read(node)
         forward = node if call is not None and call.is_forward else forward_of(node)
@@ -63,7 +65,12 @@ def sparse_attention(program: Program, options: SparseOptions) -> dict[str, int]
             continue
         _refuse(node, call, pattern)
         count += info(node).phase is Phase.FORWARD and call.is_forward
-        replace_by_sparse(program, node, call.attn_mask, layouts[pattern])
+        if call.dropout and forward not in seeds:
+            assert forward is not None
+            with program.graph.inserting_before(forward):
+                seeds[forward] = written_attention.drawn_seed(program, forward)
+        dropout = (seeds[forward], call.dropout) if call.dropout else ()
+        replace_by_sparse(program, node, call.attn_mask, layouts[pattern], dropout)
     return {"attentions": count}
 
 
@@ -136,14 +143,16 @@ def _written_out(program: Program, options: SparseOptions, pattern: str) -> fx.N
     return None
 
 
-def replace_by_sparse(program: Program, node: fx.Node, mask: object, layout: str) -> None:
-    """Put the operator with a layout in the place of torch's, forward or backward, with this mask; a backward before its forward. Raises
-    `PlanError` where more than its output, or the gradients, is read."""
+def replace_by_sparse(
+    program: Program, node: fx.Node, mask: object, layout: str, dropout: tuple[fx.Node, float] | tuple[()] = ()
+) -> None:
+    """Put the operator with a layout in the place of torch's, forward or backward, with this mask; a backward before its forward. `dropout` is
+    a seed and a rate. Raises `PlanError` where more than its output, or the gradients, is read."""
     call = attention_calls.read(node)
     assert call is not None
     target = SPARSE if call.is_forward else SPARSE_BACKWARD
     with program.graph.inserting_before(node):
-        args = (*call.operands, mask, call.is_causal, call.scale, layout)
+        args = (*call.operands, mask, call.is_causal, call.scale, layout, *dropout)
         attention = program.call(target, args, info(node), name=target.__name__.split(".")[0])
     results = attention.meta["val"]
     for reader in list(node.users):
@@ -212,8 +221,6 @@ def _obstacles(node: fx.Node, call: AttentionCall) -> Iterator[tuple[str, str, s
     leave = "leave this module out of the pattern"
     query, key, value = (tensor(operand) for operand in call.inputs)
     queries, keys = expression(query.shape[2]), expression(key.shape[2])
-    if call.dropout:
-        yield "attention with dropout", "its random numbers are drawn for all keys", "set the dropout of attention to 0"
     if queries != keys:
         why = "layouts are squares: queries and keys are positions of one sequence"
         yield f"attention of {queries} queries with {keys} keys", why, leave

@@ -7,7 +7,8 @@
 
 with views and casts between, as autograd writes the backward, by torch's softmax or by what Inductor decomposes it into. Each node on the
 way is read by nothing else, or the attention is not taken. What is added to the scores becomes the operator's mask; if it has a gradient (a
-position bias that is learned), the operator gives it.
+position bias that is learned), the operator gives it. Dropout of the weights becomes the operator's, with a seed that is drawn where the mask
+was.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from torch import fx
 
 from zgraph.program.aliases import is_cast, is_random
+from zgraph.program.attention_dropout import SEEDS
 from zgraph.program.node import Phase, info, tensor
 from zgraph.program.program import Program
 from zgraph.program.sparse_attention import SPARSE, SPARSE_BACKWARD, SPARSE_BACKWARD_WITH_MASK
@@ -63,6 +65,17 @@ class _Term:
     hides: bool | None  # the value of the condition that hides a key; None for numbers
 
 
+@dataclass(frozen=True)
+class _Dropout:
+    """A dropout of the weights: torch's operator, or a comparison of random numbers and two products."""
+
+    rate: float  # the share that is dropped
+    drawn: fx.Node  # what draws
+    reader: fx.Node  # what reads the weights
+    result: fx.Node  # the weights that are left, multiplied
+    mask: fx.Node | None  # which are left, booleans; None where nothing reads them
+
+
 @dataclass
 class _Attention:
     """The nodes of one attention."""
@@ -72,6 +85,7 @@ class _Attention:
     scores: fx.Node = field(init=False)  # q @ k^T
     scale: float = 1.0  # of the scores
     terms: list[_Term] = field(default_factory=list)  # what is added to them
+    dropout: _Dropout | None = None  # of the weights
     of_weights: fx.Node | None = None  # the gradient of the weights; None of this and the others where none is needed
     of_values: fx.Node | None = None  # that of values
     of_queries: fx.Node | None = None  # that of queries
@@ -211,21 +225,77 @@ def _number(value: Any) -> float | None:
 def _read_weights(attention: _Attention, scores: fx.Node) -> dict[fx.Node, None]:
     """Find the product with values, and the gradient of these; return the nodes whose values are the weights."""
     same = _forms_of(attention.weights, scores)
+    attention.dropout = _dropout(same)
+    used = same
+    if attention.dropout is not None:
+        for _, user in _readers(same):
+            in_forward = user.op != "call_function" or info(user).phase is Phase.FORWARD
+            if in_forward and user is not attention.dropout.reader:
+                raise _read_elsewhere(user, "weights", same)
+        used = _forms_of(attention.dropout.result)
     products: list[fx.Node] = []
-    for node, user in _readers(same):
+    for node, user in _readers(used):
         if user.op != "call_function" or info(user).phase is Phase.FORWARD:
             if user.target is not aten.bmm.default or user.args[0] is not node:
-                raise _read_elsewhere(user, "weights", same)
+                raise _read_elsewhere(user, "weights", used)
             products.append(user)
         elif _swapped(user) is node:
             for reader in user.users:
                 if reader.target is not aten.bmm.default or reader.args[0] is not user:
-                    raise _read_elsewhere(reader, "weights", same)
+                    raise _read_elsewhere(reader, "weights", used)
                 attention.of_values = reader
     if len(products) != 1:
         raise NotTakenError(f"its weights are multiplied with values in {len(products)} products")
     attention.product = products[0]
     return same
+
+
+def _dropout(weights: dict[fx.Node, None]) -> _Dropout | None:
+    """Return the dropout of these weights; None if they have none, or another."""
+    for _, user in _readers(weights):
+        if user.target is aten.native_dropout.default and len(user.args) > 2 and user.args[2] is not False:
+            results = {u.args[1]: u for u in user.users if u.target is operator.getitem}
+            if 0 in results:
+                return _Dropout(float(user.args[1]), user, user, results[0], results.get(1))  # type: ignore[arg-type]
+        if user.target is not aten.mul.Tensor or len(user.all_input_nodes) != 2 or len(user.users) != 1:
+            continue
+        mask = next((n for n in user.all_input_nodes if n not in weights), None)
+        if mask is None or mask.target is not aten.gt.Scalar:
+            continue
+        drawn, result, rate = _under_casts(mask.args[0]), next(iter(user.users)), mask.args[1]
+        if drawn.target is not aten.rand.default or result.target not in _SCALES or not isinstance(rate, float):
+            continue
+        number = _number(result.args[1]) if result.args[0] is user else None
+        if result.target in (aten.mul.Tensor, aten.mul.Scalar) and number is not None and _is_factor(number, rate):
+            return _Dropout(rate, drawn, user, result, mask)
+    return None
+
+
+def _is_factor(number: float, rate: float) -> bool:
+    """Return whether a number is what dropout multiplies weights by that are left."""
+    return abs(number * (1 - rate) - 1) < 1e-6
+
+
+def _under_casts(node: Any) -> fx.Node:
+    while is_cast(node):
+        node = node.args[0]
+    return node  # type: ignore[no-any-return]
+
+
+def _dropout_backward(dropout: _Dropout, tangent: fx.Node, reader: fx.Node) -> bool:
+    """Return whether an operator that reads a gradient of what is left is the dropout's backward."""
+    factor: Any
+    if reader.target is aten.native_dropout_backward.default:
+        of_tangent, mask, factor = reader.args
+        fits = of_tangent is tangent and mask is dropout.mask and isinstance(factor, int | float)
+        return fits and (dropout.rate == 1 or _is_factor(float(factor), dropout.rate))
+    if reader.target is not aten.mul.Tensor:
+        return False
+    scaled = next((a for a in reader.args if a is not tangent), None)
+    if not isinstance(scaled, fx.Node) or scaled.target not in (aten.mul.Tensor, aten.mul.Scalar):
+        return False
+    factor = _number(scaled.args[1])
+    return factor is not None and _under_casts(scaled.args[0]) is dropout.mask and _is_factor(factor, dropout.rate)
 
 
 def _forms_of(node: fx.Node, scores: fx.Node | None = None) -> dict[fx.Node, None]:
@@ -280,7 +350,10 @@ def _read_elsewhere(user: fx.Node, what: str, forms: dict[fx.Node, None]) -> Not
     for _ in range(6):
         near |= {n for node in near for n in node.all_input_nodes if n not in forms}
     if any(n.op == "call_function" and is_random(n) for n in near):
-        return NotTakenError("it has dropout, whose random numbers are drawn for all keys", "set its dropout to 0")
+        return NotTakenError(
+            "it has dropout in a form that is not known",
+            "torch.nn.functional.dropout of the weights; or set its dropout to 0",
+        )
     line = f" in {info(user).source}" if user.op == "call_function" else ""
     return NotTakenError(f"its {what} are read elsewhere ({user.target}{line})", "neither return nor change them there")
 
@@ -298,6 +371,8 @@ def _read_backward(attention: _Attention, same: dict[fx.Node, None]) -> None:
     if attention.of_weights is None:
         return
     forms = _forms_of(attention.of_weights)
+    if attention.dropout is not None:
+        forms = _forms_of(_before_dropout(attention.dropout, forms))
     for node, user in _readers(forms):
         attention.of_scores = _softmax_backward(node, user, same)
         if attention.of_scores is None:
@@ -305,6 +380,18 @@ def _read_backward(attention: _Attention, same: dict[fx.Node, None]) -> None:
     if attention.of_scores is None:
         raise NotTakenError("its backward is not autograd's")
     _read_gradients(attention, attention.of_scores)
+
+
+def _before_dropout(dropout: _Dropout, forms: dict[fx.Node, None]) -> fx.Node:
+    """Return the gradient of the weights, from that of what is left of them."""
+    results: list[fx.Node] = []
+    for node, user in _readers(forms):
+        if not _dropout_backward(dropout, node, user):
+            raise _read_elsewhere(user, "weights' gradients", forms)
+        results.append(user)
+    if len(results) != 1:
+        raise NotTakenError("its backward is not autograd's")
+    return results[0]
 
 
 def _softmax_backward(tangent: fx.Node, reader: fx.Node, same: dict[fx.Node, None]) -> fx.Node | None:
@@ -422,6 +509,13 @@ def write(program: Program, attention: _Attention, layout: str) -> None:
     _Writer(program, attention, layout).write()
 
 
+def drawn_seed(program: Program, attention: fx.Node) -> fx.Node:
+    """Insert the draw of an attention's seed, from the generator of its device."""
+    value = attention.meta["val"]
+    like = {"dtype": torch.int64, "device": (value if isinstance(value, torch.Tensor) else value[0]).device}
+    return program.call(aten.randint.low, (*SEEDS, [1]), info(attention), name="dropout_seed", kwargs=like)
+
+
 class _Writer:
     """The operator in the place of one attention."""
 
@@ -442,7 +536,7 @@ class _Writer:
             if mask is not None and a.of_mask and not direct:
                 sizes = [self.rows, self.heads, self.length, self.length]
                 mask = self._call(aten.expand.default, (mask, sizes), "whole_mask")
-            options = (mask, False, a.scale, self.layout)
+            options = (mask, False, a.scale, self.layout, *self._dropout())
             attention = self._call(SPARSE, (*tensors, *options), "sparse_attention")
             out, sums = (self._call(operator.getitem, (attention, at), "attention") for at in (0, 1))
             product = self._flat(out, a.product)
@@ -453,6 +547,17 @@ class _Writer:
             with self.program.graph.inserting_before(min(gradients)):
                 self._write_backward(tensors, (out, sums), options, direct)
         self.program.graph.eliminate_dead_code()
+        if a.dropout is not None and not a.dropout.drawn.users:  # (what draws is never dead)
+            self.program.graph.erase_node(a.dropout.drawn)
+            self.program.graph.eliminate_dead_code()
+
+    def _dropout(self) -> tuple[Any, ...]:
+        """Return the operator's arguments for dropout; none without it."""
+        if self.attention.dropout is None:
+            return ()
+        with self.program.graph.inserting_before(self.attention.dropout.drawn):
+            seed = drawn_seed(self.program, self.attention.weights)
+        return seed, self.attention.dropout.rate
 
     def _write_backward(
         self, tensors: list[fx.Node], results: tuple[fx.Node, fx.Node], options: tuple[Any, ...], direct: bool

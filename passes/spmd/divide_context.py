@@ -29,6 +29,7 @@ from zgraph.passes.spmd.placements import Placements
 from zgraph.passes.spmd.ring import RINGS, ROWS, can_ring, is_causal, ring_way
 from zgraph.passes.spmd.sharding_rules import ATTENTION, RANKS, operands_of
 from zgraph.program import collectives
+from zgraph.program.attention_of_heads import OF_HEADS
 from zgraph.program.node import Phase, info, tensor, value
 from zgraph.program.program import CONTEXT_DIM, Fact, InputRole, Level, Program
 
@@ -62,6 +63,7 @@ class ContextOptions:
 def divide_context(program: Program, options: ContextOptions) -> dict[str, int]:
     if program.mesh.get(options.dim, 1) == 1:
         return {}
+    _refuse_two_dimensions(program)
     axes = Axes(program)
     along = sequences(program, axes, options)
     batch = batch_axes(program, axes) - along
@@ -73,6 +75,18 @@ def divide_context(program: Program, options: ContextOptions) -> dict[str, int]:
         ways |= dict.fromkeys(PACKED_RINGS, lambda placements, node: packed_ring_way(placements, node, along))
     placements = Placements(program, options.dim, axes, folded if rings else frozenset())
     return divide_program(placements, Goal(along=along, batch=batch, ways=ways))
+
+
+def _refuse_two_dimensions(program: Program) -> None:
+    """Raise `PlanError` for attention whose heads another mesh dimension has divided, and are not alike."""
+    for node in program.nodes:
+        if node.target in OF_HEADS.values():
+            raise PlanError(
+                "attention has dropout, and both mesh.tp and mesh.cp divide its heads",
+                where=f"attention ({info(node).source})",
+                why="a rank finds which weights are dropped by its place in one dimension of the mesh",
+                hint='set the dropout of attention to 0; or leave "tp" or "cp" out of the mesh',
+            )
 
 
 def _folded(program: Program, axes: Axes, along: frozenset[Axis], ranks: int) -> frozenset[Axis]:

@@ -661,7 +661,9 @@ def _attention(b: _Builder) -> Rule | None:
         return None
     # Results without a dimension of heads are lengths, a random state that is not drawn from, or empty.
     alike = [i for i, d in enumerate(results) if len(d) < 3 and i != of_mask]
-    return b.rule(operands, results, whole=[x for x in ("q", "k", "g") if x in b.sizes], alike=alike)
+    # (What sparse attention drops depends on the number of a row; `heads_of_ranks` divides its heads.)
+    whole = ("q", "k", "g", "b") if "seed" in read and b.node.target in _SPARSE else ("q", "k", "g")
+    return b.rule(operands, results, whole=[x for x in whole if x in b.sizes], alike=alike)
 
 
 # -- by index ---------------------------------------------------------------------------------------------------------

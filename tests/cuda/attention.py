@@ -20,6 +20,7 @@ import torch
 
 import zgraph
 from zgraph.codegen.kernels import block_sparse_attention
+from zgraph.program import attention_dropout
 from zgraph.program.cpu_attention import like_backward, like_forward
 from zgraph.verification.masked_attention import layout_mask
 
@@ -85,7 +86,12 @@ def mask(draw: random.Random, rows: int, heads: int, length: int) -> torch.Tenso
 
 
 def expected(
-    given: list[torch.Tensor], added: torch.Tensor | None, shown: torch.Tensor, scale: float | None, tangent: Any
+    given: list[torch.Tensor],
+    added: torch.Tensor | None,
+    shown: torch.Tensor,
+    scale: float | None,
+    tangent: Any,
+    dropout: tuple[torch.Tensor, float] | tuple[()],
 ) -> Any:
     """Return the results of whole attention, in float64: out, the logarithms of sums, and gradients; of what sees nothing, 0."""
     query, key, value = (x.double().requires_grad_() for x in given)
@@ -95,7 +101,11 @@ def expected(
     scores = scores + (hidden if added is None else hidden + added.double())
     empty = (scores == -torch.inf).all(-1, keepdim=True)
     scores = scores.masked_fill(empty, 0.0)
-    out = (scores.softmax(-1) @ value.repeat_interleave(group, 1)).masked_fill(empty, 0.0)
+    factors: Any = 1.0
+    if dropout:
+        places = [torch.arange(n) for n in scores.shape]
+        factors = attention_dropout.left(int(dropout[0]), dropout[1], places) / (1 - dropout[1])
+    out = ((scores.softmax(-1) * factors) @ value.repeat_interleave(group, 1)).masked_fill(empty, 0.0)
     sums = scores.logsumexp(-1).masked_fill(empty.squeeze(-1), 0.0).detach()
     return [out.detach(), sums, *torch.autograd.grad(out, (query, key, value), tangent.double())], int(empty.sum())
 
@@ -134,12 +144,13 @@ def compare(draw: random.Random) -> tuple[int, list[str]]:
     shown = layout_mask(sparsity, heads, length)
     if is_causal:
         shown = shown & torch.ones(length, length, dtype=torch.bool).tril()
-    right, empty = expected(given, added, shown, scale, tangent)
-    out = block_sparse_attention.forward(*given, *options)
-    results = [*out, *block_sparse_attention.backward(tangent, *given, *out, *options)]
+    dropout = (torch.tensor([draw.randrange(1 << 62)]), draw.choice([0.1, 0.6])) if draw.random() < 0.4 else ()
+    right, empty = expected(given, added, shown, scale, tangent, dropout)
+    out = block_sparse_attention.forward(*given, *options, *dropout)
+    results = [*out, *block_sparse_attention.backward(tangent, *given, *out, *options, *dropout)]
     case = f"{sparsity.kind} {sparsity.block}, {dtype}, {rows} x {heads}/{of_keys} x {length} x {width}, causal {is_causal}"
-    case += f", mask {None if added is None else (*added.shape, added.dtype)}"
-    wrong, terms = [], cancelled(given, added, shown, scale, tangent)
+    case += f", dropout {dropout[1:]}, mask {None if added is None else (*added.shape, added.dtype)}"
+    wrong, terms = [], cancelled(given, added, shown, scale, tangent) / (1 - dropout[1] if dropout else 1)
     for name, result, reference in zip(["out", "sums", "dq", "dk", "dv"], results, right, strict=True):
         least = max(0.1, terms if name in ("dq", "dk") else 0.0)
         error = float((result.double() - reference).norm() / reference.norm().clamp(min=least))

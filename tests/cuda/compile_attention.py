@@ -24,16 +24,29 @@ POINTERS = {
     "sums": "*fp32",
     "products": "*fp32",
     "bits": "*u8",
+    "seed": "*i64",
     **dict.fromkeys(("kinds", "bounds", "tiles", "patterns"), "*i32"),
 }
 TENSORS = ("query", "key", "value", "mask", "out", "grad_out", "grad_query", "grad_key", "grad_value")
-NUMBERS = {"scale": "fp32", **dict.fromkeys(("heads", "group", "length", "count"), "i32")}
+NUMBERS = {
+    "scale": "fp32",
+    "factor": "fp32",
+    "least": "i64",
+    **dict.fromkeys(("heads", "group", "length", "count", "first_head"), "i32"),
+}
 
 
 def compiled(kernel: Any, width: int, dtype: torch.dtype) -> list[Any]:
     """Compile as a call with a mask and tensors in order does, whose last strides are 1, and whose others 16 divides."""
     sizes = block_sparse_attention.sizes_for(width, dtype)
-    values = {"WIDTH": width, "MASKED": True, "PRECISION": "tf32x3", "DIM": sizes["DIM"], "TILE": sizes["TILE"]}
+    values = {
+        "WIDTH": width,
+        "MASKED": True,
+        "DROPS": True,
+        "PRECISION": "tf32x3",
+        "DIM": sizes["DIM"],
+        "TILE": sizes["TILE"],
+    }
     types, constants, aligned = {}, {}, {}
     for at, name in enumerate(kernel.arg_names):
         if name in values or name.endswith("_d") or name in ("mask_k", "sums_h"):

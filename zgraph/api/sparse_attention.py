@@ -8,6 +8,7 @@ from torch import Tensor
 from zgraph.codegen import kernels
 from zgraph.errors import UnsupportedError
 from zgraph.plan.attention import Sparsity
+from zgraph.program.attention_dropout import SEEDS
 from zgraph.program.sparse_attention import SPARSE, layout_text
 
 __all__ = ["kernels", "sparse_attention"]  # (the kernels of CUDA devices are registered)
@@ -22,6 +23,7 @@ def sparse_attention(
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
     scale: float | None = None,
+    dropout_p: float = 0.0,
 ) -> Tensor:
     """Return attention [rows, heads, length, width] that computes only the blocks of a sparsity, in any model on a CPU or a CUDA device.
 
@@ -41,5 +43,6 @@ def sparse_attention(
         attn_mask = torch.zeros(attn_mask.shape, dtype=query.dtype, device=attn_mask.device).masked_fill(
             ~attn_mask, -torch.inf
         )
-    out: Tensor = SPARSE(query, key, value, attn_mask, is_causal, scale, layout_text(sparsity))[0]
+    seed = torch.randint(*SEEDS, (1,), device=query.device) if dropout_p else None
+    out: Tensor = SPARSE(query, key, value, attn_mask, is_causal, scale, layout_text(sparsity), seed, dropout_p)[0]
     return out

@@ -1,12 +1,14 @@
 """Sparse attention of a rank's part of the heads, whose layouts differ: the operators of `zgraph.program.sparse_attention` with the rank's place.
 
-`zgraph::sparse_attention_of_heads(query, …, layout, place, ranks)` has all arguments of `zgraph::sparse_attention`, with a layout for the
-heads of all ranks; the heads of `query` are those of the rank at `place` (a tensor of one element), of so many `ranks` with as many each.
+`zgraph::sparse_attention_of_heads(query, …, layout, seed, dropout_p, place, ranks)` has all arguments of `zgraph::sparse_attention`, with a
+layout, and a seed of what is dropped, for the heads of all ranks; the heads of `query` are those of the rank at `place` (a tensor of one
+element), of so many `ranks` with as many each.
 So the program is the same on each rank.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from zgraph.plan.attention import PartOfHeads, sparsity_of
 from zgraph.program.ops import library
-from zgraph.program.sparse_attention import SPARSE, SPARSE_BACKWARD, SPARSE_BACKWARD_WITH_MASK, fakes
+from zgraph.program.sparse_attention import LAYOUT_AT, SPARSE, SPARSE_BACKWARD, SPARSE_BACKWARD_WITH_MASK, fakes
 
 OF_HEADS: dict[Any, Any] = {}
 """For each operator of sparse attention the one for a part of the heads."""
@@ -23,16 +25,18 @@ OF_HEADS: dict[Any, Any] = {}
 def _define(whole: Any, query_at: int) -> None:
     """Define the operator for a part of the heads that computes what `whole` does for all; `query_at` is the argument that is the queries."""
     given, results = str(whole._schema).removeprefix("zgraph::").split(") -> ")
+    given = re.sub("=[^,]+", "", given)  # (what has a default may not stand before what has none)
     of_all, arguments = given.split("(", 1)
     name = f"{of_all}_of_heads"
     library.define(f"{name}({arguments}, Tensor place, int ranks) -> {results}")
 
     def run(*given: Any) -> tuple[Tensor, ...]:
-        *tensors, layout, place, ranks = given
-        heads = tensors[query_at].shape[1]
+        *arguments, place, ranks = given
+        heads, layout = arguments[query_at].shape[1], arguments[LAYOUT_AT[whole]]
         block = sparsity_of(layout).block
         part = PartOfHeads(block=block, whole=layout, first=int(place) * heads, heads=ranks * heads)
-        results: tuple[Tensor, ...] = whole(*tensors, part.model_dump_json())
+        arguments[LAYOUT_AT[whole]] = part.model_dump_json()
+        results: tuple[Tensor, ...] = whole(*arguments)
         return results
 
     library.impl(name, run, "CompositeExplicitAutograd")

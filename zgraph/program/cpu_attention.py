@@ -13,7 +13,7 @@ TENSORS = {FORWARD: 3, BACKWARD: 6}
 """How many tensors each takes first: query, key and value, and of the backward the tangent before and both results after these."""
 
 
-def like_forward(query: Tensor, key: Tensor, value: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+def like_forward(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
     """Return uninitialized results of an attention on a CPU, in the layout of torch's own."""
     rows, heads, length = query.shape[:3]
     sum_dtype = torch.float32 if query.dtype in (torch.bfloat16, torch.float16) else query.dtype
@@ -22,7 +22,7 @@ def like_forward(query: Tensor, key: Tensor, value: Tensor, *_: object) -> tuple
 
 
 def like_backward(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return uninitialized gradients of query, key and value, in the layout of torch's own."""
     first, second, third = (

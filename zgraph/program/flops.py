@@ -12,7 +12,14 @@ from torch import fx
 
 from zgraph.program.attention_of_heads import OF_HEADS
 from zgraph.program.node import value
-from zgraph.program.sparse_attention import SPARSE, SPARSE_BACKWARD, SPARSE_BACKWARD_WITH_MASK, counted_blocks, longest
+from zgraph.program.sparse_attention import (
+    LAYOUT_AT,
+    SPARSE,
+    SPARSE_BACKWARD,
+    SPARSE_BACKWARD_WITH_MASK,
+    counted_blocks,
+    longest,
+)
 
 aten = torch.ops.aten
 _LONG = 4096  # the length (if a layout is for such) whose share of blocks stands for that of symbolic lengths
@@ -30,21 +37,21 @@ def _attention_backward(grad_out: Any, query: Any, key: Any, values: Any, *rest:
 
 
 def _sparse_attention(query: Any, key: Any, values: Any, *rest: Any, **options: Any) -> Any:
-    return _share(query, rest[-1], _attention(query, key, values))
+    return _share(query, rest[LAYOUT_AT[SPARSE] - 3], _attention(query, key, values))
 
 
 def _sparse_attention_backward(grad_out: Any, query: Any, key: Any, values: Any, *rest: Any, **options: Any) -> Any:
-    return _share(query, rest[-1], _attention_backward(grad_out, query, key, values))
+    return _share(query, rest[LAYOUT_AT[SPARSE_BACKWARD] - 4], _attention_backward(grad_out, query, key, values))
 
 
 def _of_heads(formula: Callable[..., Any], query_at: int) -> Callable[..., Any]:
     """Return the operations of sparse attention of a rank's part of the heads: its part of those of all."""
 
     def of_part(*given: Any, **options: Any) -> Any:
-        *shapes, layout, _, ranks = given
+        *shapes, _, ranks = given
         rows, heads, *rest = shapes[query_at]
         shapes[query_at] = (rows, heads * ranks, *rest)
-        return formula(*shapes, layout) // ranks
+        return formula(*shapes) // ranks
 
     return of_part
 

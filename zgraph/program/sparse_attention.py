@@ -4,6 +4,9 @@
 width] whose layout (a record as JSON) hides what its blocks leave out, besides `attn_mask` (added to the scores) and `is_causal`. Keys may
 have fewer heads. It works row of blocks by row of blocks, with the keys that the row sees gathered side by side, by the kernel of whole
 attention; so its work is that of the blocks, and it holds no value of length x length. A query that sees no key has output 0.
+
+With a `seed` (int64 of one element) weights are dropped at the rate `dropout_p`, by `zgraph.program.attention_dropout`; the backward drops the
+same. The kernel of whole attention has no dropout on CPUs: then rows of blocks, or parts of them, are computed by products and a softmax.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import functools
 import hashlib
 import types
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,13 +24,17 @@ from torch import Tensor
 from zgraph.errors import PlanError
 from zgraph.plan.attention import BlockLayout, MaskFunction, PartOfHeads, SlidingWindow, Sparsity, sparsity_of
 from zgraph.plan.user_functions import load_named
+from zgraph.program import attention_dropout
 from zgraph.program.cpu_attention import BACKWARD, FORWARD, like_backward, like_forward
 from zgraph.program.ops import library
 
 # Elements of a mask function's result that are computed at once, to see which blocks it leaves empty.
 _ROWS_AT_ONCE = 1 << 22
+# Scores that are computed at once where weights are dropped.
+_SCORES_AT_ONCE = 1 << 20
 
-_OPTIONS = "Tensor? attn_mask, bool is_causal, float? scale, str layout"
+_DROPOUT = "Tensor? seed=None, float dropout_p=0.0"
+_OPTIONS = f"Tensor? attn_mask, bool is_causal, float? scale, str layout, {_DROPOUT}"
 library.define(f"sparse_attention(Tensor query, Tensor key, Tensor value, {_OPTIONS}) -> (Tensor, Tensor)")
 library.define(
     "sparse_attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, "
@@ -35,11 +42,17 @@ library.define(
 )
 library.define(
     "sparse_attention_backward_with_mask(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, "
-    "Tensor attn_mask, bool is_causal, float? scale, str layout) -> (Tensor, Tensor, Tensor, Tensor)"
+    f"Tensor attn_mask, bool is_causal, float? scale, str layout, {_DROPOUT}) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 SPARSE = torch.ops.zgraph.sparse_attention.default
 SPARSE_BACKWARD = torch.ops.zgraph.sparse_attention_backward.default
 SPARSE_BACKWARD_WITH_MASK = torch.ops.zgraph.sparse_attention_backward_with_mask.default
+
+LAYOUT_AT = {
+    target: [a.name for a in target._schema.arguments].index("layout")
+    for target in (SPARSE, SPARSE_BACKWARD, SPARSE_BACKWARD_WITH_MASK)
+}
+"""Which argument of each operator is the layout."""
 
 _WHOLE = slice(None)
 _PLAIN = (bool, int, float, str, bytes, type(None))
@@ -198,13 +211,44 @@ def _places(blocks: Sequence[int], side: int, length: int) -> Tensor:
     return torch.cat([torch.arange(block * side, min((block + 1) * side, length)) for block in blocks])
 
 
+@dataclass(frozen=True)
+class _Dropout:
+    """Which weights are dropped."""
+
+    seed: int  # the seed of this call
+    rate: float  # the share that is dropped
+    first: int  # which of all heads the first of these is
+
+    @classmethod
+    def of(cls, sparsity: Sparsity, seed: Tensor | None, rate: float) -> _Dropout | None:
+        return None if seed is None else cls(int(seed), rate, first_head(sparsity))
+
+
+def first_head(sparsity: Sparsity) -> int:
+    """Return which of all heads the first is that a sparsity is for."""
+    return sparsity.first if isinstance(sparsity, PartOfHeads) else 0
+
+
+def _pieces_at_once(layout: str, query: Tensor, is_causal: bool, dropout: _Dropout | None) -> Iterator[_Piece]:
+    """Yield what is computed at once: where weights are dropped, no more than `_SCORES_AT_ONCE` scores (or one query's)."""
+    for piece in _pieces(layout, query.shape[1], query.shape[2], is_causal):
+        if dropout is None:
+            yield piece
+            continue
+        heads = query.shape[1] if isinstance(piece.heads, slice) else len(piece.heads)
+        keys = piece.keys.stop - piece.keys.start if isinstance(piece.keys, slice) else len(piece.keys)
+        each = max(1, _SCORES_AT_ONCE // max(1, query.shape[0] * heads * keys))
+        for start in range(piece.queries.start, piece.queries.stop, each):
+            yield replace(piece, queries=slice(start, min(start + each, piece.queries.stop)))
+
+
 # -- running ----------------------------------------------------------------------------------------------------------
 class _Parts:
     """The tensors of one piece."""
 
     def __init__(self, piece: _Piece, query: Tensor, key: Tensor) -> None:
         self.piece = piece
-        self.length = query.shape[2]
+        self.rows, self.heads, self.length = query.shape[:3]
         self.owners: Tensor | None = None  # for each head of the piece, the head of its keys; None for all as they are
         if isinstance(piece.heads, Tensor):
             self.owners = piece.heads // (query.shape[1] // key.shape[1])
@@ -247,6 +291,17 @@ class _Parts:
         else:
             whole.index_add_(3, self.piece.keys, part)
 
+    def factors(self, dropout: _Dropout, dtype: torch.dtype) -> Tensor:
+        """Return what the piece's weights are multiplied by: 0 where they are dropped."""
+        piece = self.piece
+        heads = torch.arange(self.heads) if isinstance(piece.heads, slice) else piece.heads
+        keys = torch.arange(piece.keys.start, piece.keys.stop) if isinstance(piece.keys, slice) else piece.keys
+        queries = torch.arange(piece.queries.start, piece.queries.stop)
+        places = (torch.arange(self.rows), heads + dropout.first, queries, keys)
+        return attention_dropout.left(dropout.seed, dropout.rate, places).to(dtype) * attention_dropout.factor(
+            dropout.rate
+        )
+
     def mask(self, sparsity: Sparsity, attn_mask: Tensor | None, is_causal: bool, like: Tensor) -> Tensor | None:
         """Return the mask that is added to the piece's scores, None for none."""
         piece = self.piece
@@ -279,17 +334,23 @@ def _forward(
     is_causal: bool,
     scale: float | None,
     layout: str,
+    seed: Tensor | None = None,
+    dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     out, sums = like_forward(query, key, value)
     out.zero_()
     sums.zero_()
     sparsity = sparsity_of(layout)
     refuse_changed(sparsity)
-    for piece in _pieces(layout, query.shape[1], query.shape[2], is_causal):
+    dropout = _Dropout.of(sparsity, seed, dropout_p)
+    for piece in _pieces_at_once(layout, query, is_causal, dropout):
         parts = _Parts(piece, query, key)
         mask = parts.mask(sparsity, attn_mask, is_causal, query)
         given = (parts.of_queries(query), parts.of_keys(key), parts.of_keys(value))
-        part_out, part_sums = FORWARD(*given, 0.0, False, attn_mask=mask, scale=scale)
+        if dropout is None:
+            part_out, part_sums = FORWARD(*given, 0.0, False, attn_mask=mask, scale=scale)
+        else:
+            part_out, part_sums = _with_dropout(given, mask, scale, parts.factors(dropout, sums.dtype))
         out[:, piece.heads, piece.queries], sums[:, piece.heads, piece.queries] = part_out, part_sums
     return out, sums
 
@@ -305,7 +366,12 @@ def _backward(
     is_causal: bool,
     scale: float | None,
     layout: str,
+    seed: Tensor | None = None,
+    dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if seed is not None:
+        given = (grad_out, query, key, value, out, logsumexp, attn_mask, is_causal, scale, layout, seed, dropout_p)
+        return _backward_by_products(*given, learned=False)[:3]  # type: ignore[return-value]
     grad_query, grad_key, grad_value = like_backward(grad_out, query, key, value)
     grad_query.zero_()
     # (In half precision each row of blocks is computed in float32: a key's gradient is a sum over rows, which is rounded once.)
@@ -333,55 +399,88 @@ def _backward(
     return grad_query, grad_key.copy_(summed[0]), grad_value.copy_(summed[1])
 
 
-def _backward_with_mask(
+def _backward_by_products(
     grad_out: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     out: Tensor,
     logsumexp: Tensor,
-    attn_mask: Tensor,
+    attn_mask: Tensor | None,
     is_causal: bool,
     scale: float | None,
     layout: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    seed: Tensor | None = None,
+    dropout_p: float = 0.0,
+    learned: bool = True,
+) -> tuple[Tensor, ...]:
+    """Return the gradients of queries, keys, values and, if it is learned, of the mask."""
     results = like_backward(grad_out, query, key, value)
     dtype = torch.promote_types(query.dtype, torch.float32)
     of_query, of_key, of_value = (torch.zeros_like(x, dtype=dtype) for x in results)
-    of_mask = torch.zeros(attn_mask.shape, dtype=dtype)
+    of_mask = torch.zeros(attn_mask.shape, dtype=dtype) if learned and attn_mask is not None else None
     sparsity = sparsity_of(layout)
     refuse_changed(sparsity)
+    dropout = _Dropout.of(sparsity, seed, dropout_p)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    for piece in _pieces(layout, query.shape[1], query.shape[2], is_causal):
+    for piece in _pieces_at_once(layout, query, is_causal, dropout):
         parts = _Parts(piece, query, key)
         mask = parts.mask(sparsity, attn_mask, is_causal, query)
         of_queries = [parts.of_queries(x).to(dtype) for x in (grad_out, query, out, logsumexp)]
         of_keys = [parts.of_keys(x).to(dtype) for x in (key, value)]
-        assert mask is not None
-        gradients = _written_out(of_queries, of_keys, mask.to(dtype), scale)
-        of_query[:, piece.heads, piece.queries] = gradients[0]
-        parts.add_to_keys(of_key, gradients[1])
-        parts.add_to_keys(of_value, gradients[2])
-        parts.add_to_mask(of_mask, gradients[3])
-    first, second, third = (x.copy_(y) for x, y in zip(results, (of_query, of_key, of_value), strict=True))
-    return first, second, third, of_mask.to(attn_mask.dtype)
+        factors = None if dropout is None else parts.factors(dropout, dtype)
+        of_piece = _written_out(of_queries, of_keys, None if mask is None else mask.to(dtype), scale, factors)
+        of_query[:, piece.heads, piece.queries] = of_piece[0]
+        parts.add_to_keys(of_key, of_piece[1])
+        parts.add_to_keys(of_value, of_piece[2])
+        if of_mask is not None:
+            parts.add_to_mask(of_mask, of_piece[3])
+    gradients = tuple(x.copy_(y) for x, y in zip(results, (of_query, of_key, of_value), strict=True))
+    return gradients if of_mask is None or attn_mask is None else (*gradients, of_mask.to(attn_mask.dtype))
+
+
+def _with_dropout(
+    given: Sequence[Tensor], mask: Tensor | None, scale: float | None, factors: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the output and the logarithms of sums of queries, keys and values whose weights are multiplied by factors, in the factors' dtype."""
+    query, key, value = (x.to(factors.dtype) for x in given)
+    group = query.shape[1] // key.shape[1]
+    keys, values = (x.repeat_interleave(group, 1) for x in (key, value))
+    scores = query @ keys.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scores if mask is None else scores + mask
+    sums = scores.logsumexp(-1)
+    sums = sums.masked_fill(sums == -torch.inf, 0.0)
+    weights = torch.exp(scores - sums.unsqueeze(-1))
+    return weights.mul_(factors) @ values, sums
 
 
 def _written_out(
-    of_queries: Sequence[Tensor], of_keys: Sequence[Tensor], mask: Tensor, scale: float
+    of_queries: Sequence[Tensor],
+    of_keys: Sequence[Tensor],
+    mask: Tensor | None,
+    scale: float,
+    factors: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys, values and masked scores of whole attention, by products of its own.
 
-    `of_queries` are the output's gradient, queries, output and logsumexp, `of_keys` keys and values.
+    `of_queries` are the output's gradient, queries, output and logsumexp, `of_keys` keys and values; `factors` are those of the weights, None
+    where none is dropped.
     """
     (grad_out, query, out, logsumexp), (key, value) = of_queries, of_keys
     group = query.shape[1] // key.shape[1]
     keys, values = (x.repeat_interleave(group, 1) for x in (key, value))
-    scores = query @ keys.mT * scale + mask
+    scores = query @ keys.mT * scale
+    scores = scores if mask is None else scores + mask
     weights = torch.exp(scores - logsumexp.unsqueeze(-1)).masked_fill(scores == -torch.inf, 0.0)
-    of_scores = weights * (grad_out @ values.mT - (grad_out * out).sum(-1, keepdim=True))
+    of_weights = grad_out @ values.mT
+    dropped, products = weights, grad_out * out
+    if factors is not None:
+        # (The sums that are subtracted are of numbers that are as large as the rate lets them be: not by the output, which is rounded.)
+        of_weights, dropped = of_weights * factors, weights * factors
+        products = weights * of_weights
+    of_scores = weights * (of_weights - products.sum(-1, keepdim=True))
     of_key, of_value = (
-        x.unflatten(1, (-1, group)).sum(2) for x in (of_scores.mT @ query * scale, weights.mT @ grad_out)
+        x.unflatten(1, (-1, group)).sum(2) for x in (of_scores.mT @ query * scale, dropped.mT @ grad_out)
     )
     return of_scores @ keys * scale, of_key, of_value, of_scores
 
@@ -395,13 +494,14 @@ def _like_backward_with_mask(
     logsumexp: Tensor,
     attn_mask: Tensor,
     *_: Any,
+    **__: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return (*like_backward(grad_out, query, key, value), attn_mask.new_empty(attn_mask.shape))
 
 
 library.impl("sparse_attention", _forward, "CPU")
 library.impl("sparse_attention_backward", _backward, "CPU")
-library.impl("sparse_attention_backward_with_mask", _backward_with_mask, "CPU")
+library.impl("sparse_attention_backward_with_mask", _backward_by_products, "CPU")
 fakes: dict[Any, Callable[..., tuple[Tensor, ...]]] = {
     SPARSE: like_forward,
     SPARSE_BACKWARD: like_backward,
@@ -413,18 +513,19 @@ for _target, _fake in fakes.items():
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, attn_mask, is_causal, scale, layout = inputs
-    ctx.save_for_backward(query, key, value, attn_mask, *output)
+    query, key, value, attn_mask, is_causal, scale, layout, seed, dropout_p = inputs
+    ctx.save_for_backward(query, key, value, attn_mask, *output, seed)
     ctx.options = (is_causal, scale, layout)
+    ctx.dropout_p = dropout_p
     ctx.mark_non_differentiable(output[1])
 
 
 def _differentiate(context: Any, grad_out: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    query, key, value, attn_mask, out, sums = context.saved_tensors
+    query, key, value, attn_mask, out, sums, seed = context.saved_tensors
     learned = context.needs_input_grad[3]
     backward = SPARSE_BACKWARD_WITH_MASK if learned else SPARSE_BACKWARD
-    grads = backward(grad_out, query, key, value, out, sums, attn_mask, *context.options)
-    return (*grads, *([] if learned else [None]), None, None, None)
+    grads = backward(grad_out, query, key, value, out, sums, attn_mask, *context.options, seed, context.dropout_p)
+    return (*grads, *([] if learned else [None]), None, None, None, None, None)
 
 
 torch.library.register_autograd("zgraph::sparse_attention", _differentiate, setup_context=_save, lib=library)

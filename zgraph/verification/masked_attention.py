@@ -2,6 +2,7 @@
 
 It is what `zgraph.verify` compares sparse attention with. Calls of torch's attention, and softmaxes of as many keys as queries (attention that
 is written out), get the mask: those of a module's own code by the module whose method makes them, those of a captured graph by its records.
+Dropout of weights draws a seed, and drops what the operator drops by it.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from zgraph.names import around
-from zgraph.plan.attention import Sparsity, pattern_of
+from zgraph.plan.attention import Dense, Sparsity, pattern_of
+from zgraph.program import attention_dropout
 from zgraph.program.node import module_of
 from zgraph.program.sparse_attention import block_rows, shown_by
 
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention
+_DROPOUT = torch.nn.functional.dropout
 _SOFTMAX = (torch.nn.functional.softmax, torch.softmax, torch.Tensor.softmax)
 
 
@@ -54,8 +57,38 @@ def masked(
     if given is not None:
         hidden = torch.zeros(shown.shape, dtype=query.dtype).masked_fill(~shown, -torch.inf)
         shown = given & shown if given.dtype is torch.bool else given + hidden
+    rate = options.pop("dropout_p", 0.0)
     with torch._C.DisableTorchFunction():
+        if rate:
+            return _attention_with_dropout(query, key, value, shown, rate, options.get("scale"))
         return _ATTENTION(query, key, value, attn_mask=shown, **options)
+
+
+def _attention_with_dropout(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, rate: float, scale: float | None
+) -> torch.Tensor:
+    group = query.shape[-3] // key.shape[-3]
+    keys, values = (x.repeat_interleave(group, -3) for x in (key, value))
+    scores = query @ keys.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype is torch.bool else scores + mask
+    empty = (scores == -torch.inf).all(-1, keepdim=True)
+    weights = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
+    return dropped(weights, rate) @ values
+
+
+def dropped(weights: torch.Tensor, rate: float) -> torch.Tensor:
+    """Return weights, [rows, heads, queries, keys] or [rows, queries, keys], with the dropout of sparse attention, for a seed that is drawn."""
+    with torch._C.DisableTorchFunction():
+        seed = int(torch.randint(*attention_dropout.SEEDS, (1,), device=weights.device))
+        heads = weights.shape[1] if weights.dim() == 4 else 1
+        places = [torch.arange(n) for n in (len(weights), heads, *weights.shape[-2:])]
+        left = attention_dropout.left(seed, rate, places).view(weights.shape).to(weights)
+        return weights * left * attention_dropout.factor(rate)
+
+
+def _rate_of(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> float:
+    """Return the rate of a call of dropout; 0 for one that drops nothing."""
+    return p if training else 0.0
 
 
 def masked_softmax(
@@ -81,6 +114,8 @@ class MaskedAttention(TorchFunctionMode):
     def __init__(self, model: nn.Module, attention: Mapping[str, Sparsity]) -> None:
         super().__init__()
         self.attention = attention
+        # The shape of the last softmax that got a mask: a dropout of this shape is of its weights.
+        self.softmax: torch.Size | None = None
         self.paths: dict[int, list[str]] = {}
         for name, module in model.named_modules(remove_duplicate=False):
             self.paths.setdefault(id(module), []).append(name)
@@ -90,14 +125,28 @@ class MaskedAttention(TorchFunctionMode):
         if func is torch.Tensor.backward:  # (a checkpointed region runs once more in it)
             with self:
                 return _backward(*args, **kwargs)
-        if (func is _ATTENTION or func in _SOFTMAX) and (sparsity := self._sparsity()) is not None:
-            return _masked_call(sparsity, func, *args, **kwargs)
+        if func is _ATTENTION or func is _DROPOUT or func in _SOFTMAX:
+            return self._run(self._sparsity(), func, *args, **kwargs)
         return func(*args, **kwargs)
 
+    def _run(self, sparsity: Sparsity | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run attention, a softmax or dropout in a module with this sparsity."""
+        if sparsity is None:
+            return function(*args, **kwargs)
+        if function is not _DROPOUT:
+            result = _masked_call(sparsity, function, *args, **kwargs)
+            square = result.dim() > 2 and result.shape[-1] == result.shape[-2]
+            self.softmax = result.shape if function is not _ATTENTION and square else None
+            return result
+        weights, rate = args[0] if args else kwargs["input"], _rate_of(*args, **kwargs)
+        if not rate or weights.shape != self.softmax:
+            return function(*args, **kwargs)
+        self.softmax = None
+        return dropped(weights, rate)
+
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run attention or a softmax, in place of torch's function: inside of another one (multi_head_attention_forward) no mode is on."""
-        sparsity = self._sparsity()
-        return function(*args, **kwargs) if sparsity is None else _masked_call(sparsity, function, *args, **kwargs)
+        """Run one in place of torch's function: inside of another one (multi_head_attention_forward) no mode is on."""
+        return self._run(self._sparsity(), function, *args, **kwargs)
 
     def _sparsity(self) -> Sparsity | None:
         """Return the sparsity for the module whose code makes the call."""
@@ -123,7 +172,7 @@ def _backward(tensor: torch.Tensor, gradient: Any = None, *args: Any, **kwargs: 
 
 def _of(paths: list[str], attention: Mapping[str, Sparsity]) -> Sparsity | None:
     pattern = pattern_of(attention, paths)
-    return None if pattern is None else attention[pattern]
+    return None if pattern is None or isinstance(attention[pattern], Dense) else attention[pattern]
 
 
 @contextlib.contextmanager
@@ -137,11 +186,12 @@ def masks_of(model: nn.Module, attention: Mapping[str, Sparsity]) -> Iterator[No
     softmax = functional.softmax
     functional.scaled_dot_product_attention = functools.partial(mode.call, _ATTENTION)
     functional.softmax = functools.partial(mode.call, softmax)
+    functional.dropout = functools.partial(mode.call, _DROPOUT)
     try:
         with mode:
             yield
     finally:
-        functional.scaled_dot_product_attention, functional.softmax = _ATTENTION, softmax
+        functional.scaled_dot_product_attention, functional.softmax, functional.dropout = _ATTENTION, softmax, _DROPOUT
 
 
 class _Masked(nn.Module):
@@ -155,6 +205,28 @@ class _Masked(nn.Module):
         return _masked_call(self.sparsity, self.function, *args, **kwargs)
 
 
+class _Dropped(nn.Module):
+    """Dropout of attention's weights as a module that a graph can call."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        weights, rate = args[0] if args else kwargs["input"], _rate_of(*args, **kwargs)
+        return dropped(weights, rate) if rate else weights
+
+
+_CASTS = ("to", "type", "type_as", "float", "half", "bfloat16")
+
+
+def _drops_weights(part: fx.GraphModule, node: fx.Node) -> bool:
+    """Return whether a node is dropout of weights whose softmax got a mask."""
+    source = node.all_input_nodes[0] if node.target is _DROPOUT else None
+    while source is not None and source.op == "call_method" and source.target in _CASTS:
+        source = source.all_input_nodes[0]
+    if source is None or source.op != "call_module":
+        return False
+    called = part.get_submodule(str(source.target))
+    return isinstance(called, _Masked) and called.function is not _ATTENTION
+
+
 def with_masks(
     graph_module: fx.GraphModule, aliases: Mapping[str, tuple[str, ...]], attention: Mapping[str, Sparsity]
 ) -> fx.GraphModule:
@@ -165,6 +237,10 @@ def with_masks(
     for part in [m for m in graph_module.modules() if isinstance(m, fx.GraphModule)]:
         for node in part.graph.nodes:
             function = torch.Tensor.softmax if (node.op, node.target) == ("call_method", "softmax") else node.target
+            if _drops_weights(part, node):
+                part.add_submodule(f"dropped_{node.name}", _Dropped())
+                node.op, node.target = "call_module", f"dropped_{node.name}"
+                continue
             if function is not _ATTENTION and function not in _SOFTMAX:
                 continue
             path = module_of(node.meta)

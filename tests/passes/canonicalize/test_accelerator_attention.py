@@ -157,10 +157,20 @@ def test_programs_of_a_cuda_device_have_the_operators_there(how: str, apart: boo
     verify_program(program)
 
 
+@pytest.mark.parametrize("how", ["flash", "efficient", "cudnn"])
+def test_dropout_has_a_seed_that_the_backward_reads_as_well(how: str) -> None:
+    program = program_of(how, dropout=0.1)
+    run(program)
+    (seed,) = [n for n in program.nodes if n.target is aten.randint.low]
+    dropouts = [n.args[-2:] for n in program.nodes if n.target in (SPARSE, SPARSE_BACKWARD)]
+    assert dropouts == [(seed, 0.1)] * 2 and seed.meta["val"].device.type == "cuda"
+    assert not set(n.target for n in program.nodes) & {*BACKWARDS, *BACKWARDS.values()}
+    verify_program(program)
+
+
 @pytest.mark.parametrize(
     ("how", "options", "said"),
     [
-        ("cudnn", {"dropout": 0.1}, "attention with dropout can't be sparse"),
         ("flash", {"other_keys": True}, "attention of 40 queries with 5 keys can't be sparse"),
         ("efficient", {"learned": True}, "attention with a mask that has a gradient can't be sparse"),
         ("efficient", {"dtype": torch.float64}, "attention of torch.float64 can't be sparse"),

@@ -266,7 +266,7 @@ def multiplied(m, q, k, v, seen):
 
 
 def dropped(m, q, k, v, seen):
-    return F.dropout((q @ k.mT).softmax(-1), 0.1) @ v
+    return F.alpha_dropout((q @ k.mT).softmax(-1), 0.1, training=True) @ v
 
 
 def filled(m, q, k, v, seen):
@@ -286,7 +286,7 @@ def of_two_products(m, q, k, v, seen):
 
 
 REFUSED = {
-    "dropped": (dropped, "it has dropout"),
+    "dropped": (dropped, "it has dropout in a form that is not known"),
     "multiplied": (multiplied, "its weights are read elsewhere (aten.mul.Tensor"),
     "filled": (filled, "it fills the scores of hidden keys with -1000000000.0"),
     "scaled_behind": (scaled_behind, "its scores are scaled behind a mask"),
