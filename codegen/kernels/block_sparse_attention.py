@@ -282,9 +282,9 @@ class _Call:
         options |= {"PRECISION": "tf32x3" if exact else "tf32"}
         tiles = tiles_of(layout, heads, length, is_causal, options["TILE"], query.device)
         group = heads // key.shape[1]
-        numbers = (heads, group, length, tiles.count, 1 / math.sqrt(width) if scale is None else float(scale))
+        sizes = (heads, group, length, tiles.count, 1 / math.sqrt(width) if scale is None else float(scale))
         drops = (first_head(sparsity_of(layout)), threshold(dropout_p), float(factor(dropout_p)))
-        numbers += (query if seed is None else seed, *drops)
+        numbers = (*sizes, query if seed is None else seed, *drops)
         mask = query if attn_mask is None else attn_mask.expand(rows, heads, length, length)
         return cls(tiles, numbers, options, mask, (0, 0, 0, 0) if attn_mask is None else mask.stride())
 

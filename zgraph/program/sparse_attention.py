@@ -48,7 +48,7 @@ SPARSE = torch.ops.zgraph.sparse_attention.default
 SPARSE_BACKWARD = torch.ops.zgraph.sparse_attention_backward.default
 SPARSE_BACKWARD_WITH_MASK = torch.ops.zgraph.sparse_attention_backward_with_mask.default
 
-LAYOUT_AT = {
+LAYOUT_AT: dict[Any, int] = {
     target: [a.name for a in target._schema.arguments].index("layout")
     for target in (SPARSE, SPARSE_BACKWARD, SPARSE_BACKWARD_WITH_MASK)
 }
@@ -370,8 +370,9 @@ def _backward(
     dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if seed is not None:
-        given = (grad_out, query, key, value, out, logsumexp, attn_mask, is_causal, scale, layout, seed, dropout_p)
-        return _backward_by_products(*given, learned=False)[:3]  # type: ignore[return-value]
+        read = (grad_out, query, key, value, out, logsumexp, attn_mask)
+        first, second, third = _backward_by_products(*read, is_causal, scale, layout, seed, dropout_p, learned=False)
+        return first, second, third
     grad_query, grad_key, grad_value = like_backward(grad_out, query, key, value)
     grad_query.zero_()
     # (In half precision each row of blocks is computed in float32: a key's gradient is a sum over rows, which is rounded once.)
