@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import Ranks
+from sweeps import product
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -94,8 +95,7 @@ MODELS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("layouts", LAYOUTS)
-@pytest.mark.parametrize("model", MODELS)
+@product("layouts, model", list(LAYOUTS), list(MODELS), together=1)
 def test_a_step_is_that_of_the_plain_model_with_the_counters_masks(model, layouts):
     plan = zgraph.Plan(backend="eager", attention=LAYOUTS[layouts])
     plain = MODELS[model]()
@@ -124,6 +124,46 @@ def test_inductor_drops_the_same(model):
     own = zgraph.compile(copy.deepcopy(plain), plan)  # (with seeds of Inductor's own)
     first, second = losses_and_gradients(own, words()), losses_and_gradients(own, words())
     assert farthest(first, second) < BOUND and farthest(expected, first) > 20 * BOUND
+
+
+class Multihead(nn.Module):
+    """Torch's own layer, whose heads and rows are one dimension where it gives its weights."""
+
+    def __init__(self, weights: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.attn, self.weights = nn.MultiheadAttention(WIDTH, HEADS, dropout=0.2, batch_first=True), weights
+
+    def forward(self, words):
+        x = self.words(words)
+        x = self.attn(x, x, x, need_weights=self.weights)[0]
+        return F.cross_entropy(self.head(x).flatten(0, 1), words.flatten())
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_multihead_attention_of_torch(weights):
+    plan = zgraph.Plan(backend="eager", attention=LAYOUTS["alike"])
+    plain = Multihead(weights)
+    compiled = zgraph.compile(copy.deepcopy(plain), plan)
+    with masks_of(plain, plan.attention):
+        expected = losses_and_gradients(plain, words())
+    assert farthest(expected, losses_and_gradients(compiled, words())) < BOUND
+    divided = zgraph.Plan(backend="eager", attention=LAYOUTS["alike"], mesh={"cp": 2})
+    result = zgraph.verify(Multihead(weights), divided, 2, (words(4),))
+    assert result.ok, result
+
+
+@pytest.mark.parametrize("model", ["called", "written"])
+def test_one_program_serves_all_lengths(model):
+    plan = zgraph.Plan(backend="eager", attention=LAYOUTS["alike"], shapes="dynamic")
+    plain = MODELS[model]()
+    compiled = zgraph.compile(copy.deepcopy(plain), plan)
+    for rows, length in ((2, 40), (3, 33), (4, 57)):
+        with masks_of(plain, plan.attention):
+            expected = losses_and_gradients(plain, words(rows, length))
+        assert farthest(expected, losses_and_gradients(compiled, words(rows, length))) < BOUND
+    assert len(compiled.zgraph.runtime.entries) == 1
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
@@ -157,8 +197,7 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("model", ["called", "written"])
-@pytest.mark.parametrize("more", PLANS)
+@product("more, model", list(PLANS), ["called", "written"], together=1)
 def test_plans_drop_the_same(more, model):
     plan = zgraph.Plan(backend="eager", attention=LAYOUTS["alike"], **PLANS[more])
     result = zgraph.verify(
@@ -167,8 +206,7 @@ def test_plans_drop_the_same(more, model):
     assert result.ok, result
 
 
-@pytest.mark.parametrize("dim", ["tp", "cp"])
-@pytest.mark.parametrize("layouts", LAYOUTS)
+@product("layouts, dim", list(LAYOUTS), ["tp", "cp"], together=1)
 def test_ranks_drop_by_the_numbers_of_all_heads(layouts, dim):
     plan = zgraph.Plan(backend="eager", attention=LAYOUTS[layouts], mesh={dim: 2})
     result = zgraph.verify(net(heads_of_keys=2), plan, 2, (words(4),))
@@ -189,8 +227,7 @@ def test_heads_that_two_dimensions_divide_are_refused():
         zgraph.verify(net(), plan, 4, (words(4),))
 
 
-@pytest.mark.parametrize("kernel", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+@product("name, kernel", ["llama", "gpt2", "bert"], ["sdpa", "eager"], together=1)
 def test_models_of_transformers(name, kernel):
     transformers = pytest.importorskip("transformers")
     sizes = {
