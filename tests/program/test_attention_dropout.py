@@ -149,8 +149,8 @@ def test_a_part_of_the_heads_drops_what_all_heads_drop():
 
 
 def test_the_share_that_is_dropped_is_the_rate():
-    """Of 2^20 weights, within five standard deviations; other seeds, rows, heads and queries drop others."""
-    places = [torch.arange(n) for n in (2, 4, 256, 512)]
+    """Of 2^17 weights, within five standard deviations; other seeds, rows, heads and queries drop others."""
+    places = [torch.arange(n) for n in (2, 4, 64, 256)]
     for rate in (0.05, 0.1, 0.5):
         weights = attention_dropout.left(3, rate, places).double()
         assert abs(float(weights.mean()) - (1 - rate)) < 5 * (rate * (1 - rate) / weights.numel()) ** 0.5
@@ -179,7 +179,8 @@ def test_in_a_models_own_code_a_seed_is_drawn_from_the_generator():
         torch.manual_seed(5)
         return zgraph.sparse_attention(*given, sparsity, dropout_p=0.2, is_causal=True)
 
-    assert torch.autograd.gradcheck(seeded, (x, x.detach().clone().requires_grad_(), x))
+    short = [torch.randn(1, 1, 11, 3, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    assert torch.autograd.gradcheck(seeded, short)
     torch.manual_seed(5)
     state = torch.get_rng_state()
     zgraph.sparse_attention(x, x, x, sparsity)

@@ -112,6 +112,7 @@ def test_a_step_is_that_of_the_plain_model_with_the_counters_masks(model, layout
     assert farthest([loss], [compiled(words()).detach()]) < BOUND
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["called", "written"])
 def test_inductor_drops_the_same(model):
     plan = zgraph.Plan(attention=LAYOUTS["alike"])
