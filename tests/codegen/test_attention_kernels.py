@@ -37,6 +37,7 @@ def test_kernels_compute_whole_attention_with_a_mask(count: int) -> None:
     found = script("attention.py", str(count), "0")
     assert found["compared"] == count and not found["wrong"], found["wrong"]
     assert found["empty"] > count, "queries that see no key are among them"
+    assert found["dropped"], "dropout is among them"
 
 
 @needs_triton
