@@ -169,7 +169,11 @@ def main() -> None:
     results = [compare(draw) for _ in range(count)]
     wrong = [case for _, _, cases in results for case in cases]
     dropped = sum(drops for _, drops, _ in results)
-    print(json.dumps({"compared": count, "empty": sum(empty for empty, _, _ in results), "dropped": dropped, "wrong": wrong}))
+    print(
+        json.dumps(
+            {"compared": count, "empty": sum(empty for empty, _, _ in results), "dropped": dropped, "wrong": wrong}
+        )
+    )
 
 
 main()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import Ranks
-from sweeps import product
+from sweeps import chosen
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -95,7 +95,7 @@ MODELS: dict[str, Any] = {
 }
 
 
-@product("layouts, model", list(LAYOUTS), list(MODELS), together=1)
+@pytest.mark.parametrize("layouts, model", chosen(list(LAYOUTS), list(MODELS), together=1))
 def test_a_step_is_that_of_the_plain_model_with_the_counters_masks(model, layouts):
     plan = zgraph.Plan(backend="eager", attention=LAYOUTS[layouts])
     plain = MODELS[model]()
@@ -198,7 +198,7 @@ PLANS = {
 }
 
 
-@product("more, model", list(PLANS), ["called", "written"], together=1)
+@pytest.mark.parametrize("more, model", chosen(list(PLANS), ["called", "written"], together=1))
 def test_plans_drop_the_same(more, model):
     plan = zgraph.Plan(backend="eager", attention=LAYOUTS["alike"], **PLANS[more])
     result = zgraph.verify(
@@ -207,7 +207,7 @@ def test_plans_drop_the_same(more, model):
     assert result.ok, result
 
 
-@product("layouts, dim", list(LAYOUTS), ["tp", "cp"], together=1)
+@pytest.mark.parametrize("layouts, dim", chosen(list(LAYOUTS), ["tp", "cp"], together=1))
 def test_ranks_drop_by_the_numbers_of_all_heads(layouts, dim):
     plan = zgraph.Plan(backend="eager", attention=LAYOUTS[layouts], mesh={dim: 2})
     result = zgraph.verify(net(heads_of_keys=2), plan, 2, (words(4),))
@@ -228,7 +228,7 @@ def test_heads_that_two_dimensions_divide_are_refused():
         zgraph.verify(net(), plan, 4, (words(4),))
 
 
-@product("name, kernel", ["llama", "gpt2", "bert"], ["sdpa", "eager"], together=1)
+@pytest.mark.parametrize("name, kernel", chosen(["llama", "gpt2", "bert"], ["sdpa", "eager"], together=1))
 def test_models_of_transformers(name, kernel):
     transformers = pytest.importorskip("transformers")
     sizes = {
