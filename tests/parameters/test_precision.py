@@ -20,6 +20,7 @@ from torch.nn.functional import mse_loss
 import zgraph
 from zgraph.build.planned_step import programs
 from zgraph.errors import CaptureError, ModelError, OverflowError, PlanError
+from zgraph.plan.precision import preset
 from zgraph.program import collectives
 from zgraph.program.node import info, tensor, tensors
 
@@ -159,6 +160,51 @@ def test_gradients_of_low_parameters_add_up_in_float32_where_the_plan_updates():
     own(x).backward()
     assert own.first.weight.grad.dtype is BF16
     torch.optim.AdamW(own.parameters()).step()
+
+
+@sweep("clip", [None, 0.05], quick=1)
+def test_gradients_add_up_in_bfloat16_where_the_plan_says_so(clip):
+    """Each sum is rounded; the norm, the clipping and the update are in float32."""
+    low = preset("bf16", "deepspeed").model_copy(update={"accumulate": "bfloat16"})
+    plan = zgraph.Plan(backend="eager", precision=low, optimizer=zgraph.SGD(lr=0.25), micro_batches=4, grad_clip=clip)
+    mine = zgraph.compile(built(Shifted), plan)
+    plain = built(Shifted).bfloat16()
+    masters = {n: p.detach().float() for n, p in plain.named_parameters()}
+    seen: dict[str, torch.Tensor] = {}
+    mine.zgraph.on_gradients(lambda grads: seen.update({n: g.clone() for n, g in grads.items()}))
+    x = batch().bfloat16()
+    mine.train_step(x)
+    for part in x.chunk(4):
+        (plain(part) / 4).backward()  # (autograd adds up in the parameter's dtype)
+    sums = {n: p.grad for n, p in plain.named_parameters()}
+    assert all(g.dtype is BF16 and torch.equal(g, sums[n]) for n, g in seen.items()) and seen.keys() == sums.keys()
+    norm = torch.stack([g.float().norm() for g in sums.values()]).norm()
+    factor = 1.0 if clip is None else min(1.0, clip / (float(norm) + 1e-6))
+    for name, master in masters.items():
+        wanted = master - 0.25 * factor * sums[name].float()
+        torch.testing.assert_close(mine.zgraph.runtime.updater.states[f"{name}/master"], wanted, rtol=1e-6, atol=1e-7)
+    assert clip is None or factor < 1.0
+
+
+def test_what_gradients_can_not_be_accumulated_in_is_refused():
+    for values in (
+        {},
+        {"optimizer": zgraph.AdamW(), "precision": half().model_copy(update={"accumulate": "bfloat16"})},
+    ):
+        with pytest.raises(PlanError) as caught:
+            zgraph.Plan(**{"precision": zgraph.Precision(compute="bfloat16", accumulate="bfloat16"), **values})
+        assert caught.value.where == "precision.accumulate" and caught.value.hint
+    with pytest.raises(PlanError):
+        zgraph.Precision(compute="float16", accumulate="float16")
+
+
+@product("zero, micro_batches", [0, 1, 2, 3], [1, 3], together=1)
+def test_verify_finds_gradients_that_are_accumulated_in_bfloat16_to_be_plain_pytorchs(zero, micro_batches):
+    low = preset("bf16", "deepspeed").model_copy(update={"accumulate": "bfloat16"})
+    plan = zgraph.Plan(
+        backend="eager", zero=zero, precision=low, optimizer=zgraph.AdamW(), micro_batches=micro_batches, grad_clip=1.0
+    )
+    assert zgraph.verify(built(Shifted), plan, world=4, inputs=(torch.randn(12, 6).bfloat16(),)).ok
 
 
 def test_optimizer_states_may_be_low():

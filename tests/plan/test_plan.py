@@ -19,6 +19,7 @@ from zgraph.plan.communication import Prefetch
 from zgraph.plan.conflicts import CONFLICTS
 from zgraph.plan.offloading import Offload
 from zgraph.plan.plan import MESH_DIMENSIONS, Plan, Record, UserPass
+from zgraph.plan.precision import Precision
 from zgraph.plan.shapes import Buckets, Hot
 from zgraph.plan.wire import Wire
 
@@ -120,6 +121,7 @@ def test_every_conflict_names_a_field_of_the_plan_and_a_way_out():
             "prefetch": [Prefetch],
             "offload": [Offload],
             "wire": [Wire],
+            "precision": [Precision],
             "shapes": [Buckets, Hot],
         }
         records = inner.get(record, [])

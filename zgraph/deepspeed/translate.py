@@ -327,7 +327,8 @@ def _precision(draft: Draft) -> None:
             draft.say(f"{short}.enabled", "applied", f"precision = a record: {how}")
     elif changes:
         draft.fields["precision"] = record
-        draft.origins["precision"] = "communication_data_type"
+        named = {"accumulate": "data_types.grad_accum_dtype", "buffer": "data_types.buffer_dtype"}
+        draft.origins["precision"] = named.get(next(iter(changes)), "communication_data_type")
 
 
 _SCALING = {
@@ -396,7 +397,7 @@ def _dtypes(draft: Draft, changes: dict[str, Any], short: str) -> None:
     names = {
         "communication_data_type": "reduce",
         "data_types.buffer_dtype": "buffer",
-        "data_types.grad_accum_dtype": "",
+        "data_types.grad_accum_dtype": "accumulate",
     }
     for key, field in names.items():
         value = draft.get(key)
@@ -405,17 +406,30 @@ def _dtypes(draft: Draft, changes: dict[str, Any], short: str) -> None:
         dtype = DTYPES.get(value.lower())
         if dtype is None:
             draft.refuse(key, f"{value!r} is no dtype", '"fp32", "fp16" or "bf16"')
-        elif field:
+        elif field == "accumulate":
+            _accumulation(draft, changes, dtype)
+        else:
             changes[field] = dtype
             draft.say(key, "applied", f'precision.{field} = "{dtype}"')
-        elif dtype == "float32":
-            draft.say(key, "equivalent", "the plan's optimizer accumulates gradients in fp32")
-        else:
-            draft.say(key, "no effect here", "the plan's optimizer accumulates gradients in fp32, which is better")
     fp32_modules = draft.get("data_types.keep_in_fp32_modules")
     if fp32_modules is not None:
         changes["keep_fp32"] = tuple(f"*{name}*" for name in fp32_modules)
         draft.say("data_types.keep_in_fp32_modules", "applied", f"precision.keep_fp32 = {list(changes['keep_fp32'])}")
+
+
+def _accumulation(draft: Draft, changes: dict[str, Any], dtype: str) -> None:
+    """Set the dtype in which micro-batches' gradients are added up: fp32, unless the configuration asks for bf16."""
+    key = "data_types.grad_accum_dtype"
+    if draft.get("optimizer") is None:
+        draft.say(key, "no effect here", "there is no optimizer, so nothing is updated")
+    elif dtype == "float32":
+        draft.say(key, "equivalent", "the plan's optimizer accumulates gradients in fp32")
+    elif dtype == "float16" or draft.get("fp16.enabled"):
+        said = "fp16's gradients are accumulated in fp32, which holds small ones without the loss scale"
+        draft.say(key, "no effect here", said)
+    else:
+        changes["accumulate"] = dtype
+        draft.say(key, "applied", f'precision.accumulate = "{dtype}"')
 
 
 def _clipping(draft: Draft) -> None:

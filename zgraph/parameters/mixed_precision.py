@@ -29,7 +29,7 @@ def with_precision(spec: ParamSpec, precision: Precision, stays: Collection[str]
     """
     if spec.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return spec
-    if precision.compute is None and precision.parameter is None and precision.reduce is None:
+    if all(getattr(precision, field) is None for field in ("parameter", "compute", "reduce", "accumulate")):
         return spec
     if spec.name.rpartition(".")[0] in stays:
         return replace(spec, dtype=torch.float32)
@@ -40,7 +40,7 @@ def with_precision(spec: ParamSpec, precision: Precision, stays: Collection[str]
         dtype=stored,
         compute=precision.dtype("compute") or stored,
         reduce=precision.dtype("reduce"),
-        accumulate=torch.float32 if low else stored,
+        accumulate=precision.dtype("accumulate") or (torch.float32 if low else stored),
     )
 
 

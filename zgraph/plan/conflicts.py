@@ -470,6 +470,20 @@ CONFLICTS = (
         hint='leave numerics out, or say precision="bf16"',
     ),
     Conflict(
+        "precision.accumulate",
+        lambda plan: plan.optimizer is None and plan.resolved_precision().accumulate is not None,
+        "precision.accumulate is set, but the plan has no optimizer",
+        why="an optimizer of your own takes gradients in the dtype of their parameters",
+        hint=GIVE_OPTIMIZER,
+    ),
+    Conflict(
+        "precision.accumulate",
+        lambda plan: plan.loss_scale() is not None and plan.resolved_precision().accumulate == "bfloat16",
+        'precision.accumulate is "bfloat16" together with a loss scale',
+        why="float16's gradients have more digits than bfloat16, and lose them",
+        hint='accumulate="float32", or compute in bfloat16',
+    ),
+    Conflict(
         "micro_batches",
         _micro_batches_differ,
         "micro_batches is set together with elastic",

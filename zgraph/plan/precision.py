@@ -10,7 +10,8 @@
 "fsdp2" is `fully_shard` with `MixedPrecisionPolicy(param_dtype=low)` (torch 2.13): shards are float32, gathered and
 reduced in the low dtype. "deepspeed" is `bf16: {enabled: true}` or `fp16: {enabled: true}` (0.19): the model itself
 is made low, buffers too, the optimizer keeps fp32 master weights made from the low ones, gradients are averaged in
-the low dtype and accumulated in float32 (in the parameter's dtype for an optimizer of the user's own). fp16 outputs
+the low dtype and accumulated in float32 (in the parameter's dtype for an optimizer of the user's own). DeepSpeed itself
+accumulates in the low dtype: `accumulate="bfloat16"` is that, in half the memory, farther from fp32. fp16 outputs
 are float32 by default, so that a loss computed outside the model has a tangent that half precision can hold once it
 is scaled. Loss scaling belongs to fp16 in every mode. Nothing here imports torch.
 """
@@ -34,13 +35,17 @@ PRESETS = ("fp32", "bf16", "fp16")
 
 
 class Precision(Record, frozen=True):
-    """The dtypes of a training step. None is the model's own dtype, and for `reduce` that of `compute`."""
+    """The dtypes of a training step. None is the model's own dtype, for `reduce` that of `compute`, and for `accumulate`
+    float32 where parameters are low."""
 
     parameter: DType | None = Field(
         default=None, description="what ranks hold; bfloat16 or float16: with fp32 master weights"
     )
     compute: DType | None = Field(default=None, description="what weights are cast to, on the shard, before the gather")
     reduce: DType | None = Field(default=None, description="what gradients are averaged in")
+    accumulate: Literal["float32", "bfloat16"] | None = Field(
+        default=None, description="what the plan's optimizer adds micro-batches' gradients up in, and takes them in"
+    )
     buffer: DType | None = Field(default=None, description="what floating-point buffers are cast to, once")
     output: DType | None = Field(default=None, description="what floating-point outputs are cast to")
     optimizer_state: DType = Field(default="float32", description="what elementwise optimizer states are stored in")

@@ -269,6 +269,11 @@ class _Builder:
                     (clip,) = self.assembler.of(
                         member.name, lambda o, a, b: (torch.where(o, a, b),), given, key=("kept",)
                     )
+                if tensor(clip).dtype is not tensor(old).dtype:
+                    dtype = tensor(old).dtype
+                    (clip,) = self.assembler.of(
+                        member.name, lambda g, dtype=dtype: (g.to(dtype),), [clip], key=("low", dtype)
+                    )
                 results.append((Port(OutputRole.MUTATION, member.name, of=InputRole.GRADIENT), clip))
         return self.assembler.finish(results)
 
@@ -630,7 +635,9 @@ class _Builder:
 
 
 def _times(x: Tensor, number: Tensor) -> tuple[Tensor]:
-    return (x * number.to(x.dtype),)
+    """Multiply a gradient by a number, a low one in float32: the product would be rounded otherwise."""
+    wide = x.to(torch.float32) if x.dtype in (torch.float16, torch.bfloat16) else x
+    return (wide * number.to(wide.dtype),)
 
 
 def _norm_of(x: Tensor, p: float, dtype: torch.dtype) -> Tensor:
