@@ -410,6 +410,39 @@ def test_the_loss_scale_and_its_counts_are_told():
     assert not hasattr(initialized()[1], "loss_scale_config")
 
 
+class Both(nn.Module):
+    """Returns its loss, and the logits that the loss is computed of, as transformers' models do."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, x):
+        logits = self.layer(x)
+        return logits.square().mean(), logits
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_model_returns_its_loss_and_logits_and_both_are_kept(own):
+    engine, *_ = initialized(Both())
+    plain, x = Both(), rows(1)[0]
+    for total_of in (lambda loss, logits: loss, lambda loss, logits: loss + logits.sin().sum()):
+        output = engine(x)
+        total = total_of(*output)
+        total.backward() if own else engine.backward(total)
+        plain.zero_grad()
+        (total_of(*plain(x)) / 2).backward()
+        for mine, theirs in zip(engine.module.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(deepspeed.utils.safe_get_full_grad(mine), theirs.grad)
+        assert output[1].shape == (2, 4)
+        engine.zero_grad()
+    output = engine(x)
+    output[1].retain_grad()
+    with pytest.raises(UnsupportedError, match="keeps its gradient or has a hook"):
+        engine.backward(output[0])
+
+
 def test_functions_make_optimizer_and_scheduler():
     engine, optimizer, _, scheduler = initialized(
         optimizer=lambda params: torch.optim.AdamW(params, lr=0.1),
@@ -586,6 +619,7 @@ def test_a_checkpoint_may_be_loaded_in_part(tmp_path):
     engine, *_ = initialized(config=config)
     trained(engine, rows(4))
     engine.save_checkpoint(tmp_path, tag="a")
+    rates = engine.get_lr()
     wanted = trained(engine, rows(4, seed=8))
 
     def loaded(**options):
@@ -597,6 +631,8 @@ def test_a_checkpoint_may_be_loaded_in_part(tmp_path):
     assert without_schedule.lr_scheduler.last_batch_iteration == -1 and without_schedule.global_steps == 2
     assert loaded().lr_scheduler.last_batch_iteration == 1 and trained(loaded(), rows(4, seed=8)) == wanted
     without_states = loaded(load_optimizer_states=False)
+    assert without_states.get_lr() == loaded().get_lr() == rates  # (those of the schedule)
+    assert loaded(load_module_only=True).get_lr() == initialized(net(4), config=config)[0].get_lr() != rates
     assert without_states.global_steps == 2 and without_states.lr_scheduler.last_batch_iteration == 1
     own = trained(without_states, rows(4, seed=8))
     assert own[:2] == wanted[:2] and own[2:] != wanted[2:]  # (the first update is that of other states)

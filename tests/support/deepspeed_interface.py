@@ -51,3 +51,19 @@ def of_deepspeed(paths: list[str]) -> dict[str, dict[str, Any] | None]:
     root = ready()
     values = {path: named(root, path) for path in paths}
     return {path: parameters(value) if callable(value) else None for path, value in values.items()}
+
+
+def engine_names() -> list[str]:
+    """The public attributes and methods of an engine of DeepSpeed's own, besides those of every module."""
+    module, model = ready(), torch.nn.Linear(4, 4)
+    module.init_distributed("gloo")
+    config = of_torch({"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}})
+    engine, *_ = module.initialize(model=model, config=config)
+    plain = {*dir(torch.nn.Linear(4, 4))}
+    return sorted(name for name in {*dir(engine), *vars(engine)} if not name.startswith("_") and name not in plain)
+
+
+def names_of_zero() -> list[str]:
+    """The public functions and classes of DeepSpeed's `zero`."""
+    zero = ready().zero
+    return sorted(n for n, value in vars(zero).items() if not n.startswith("_") and callable(value))

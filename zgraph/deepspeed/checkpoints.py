@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from zgraph.checkpoint.loading import peek
 from zgraph.checkpoint.source import MODEL, Source
+from zgraph.checkpoint.state import RandomStates, random_states
 from zgraph.deepspeed import client_optimizer, comm
 from zgraph.deepspeed.full_values import load_whole
 from zgraph.deepspeed.lr_schedulers import Scheduler
@@ -116,11 +117,12 @@ class Checkpoints:
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Continue from a checkpoint written by zgraph or by DeepSpeed (ZeRO 0 to 3, universal).
 
-        Returns (the checkpoint's path, the client state), or (None, None) with a warning if `load_dir` names none. A model
-        in pipeline stages, or with divided weights, is cut in its first call: before it, weights, counters and the schedule
-        are loaded at once, and the optimizer's and random states when the model is cut. A checkpoint of another model is
-        refused even if `load_module_strict` is False. All ranks must call it. Raises `CheckpointError`, and then has changed
-        nothing.
+        Returns (the checkpoint's path, the client state), or (None, None) with a warning if `load_dir` names none. With
+        `load_module_only` weights alone are loaded: counters, schedule and random states stay as they are, and the optimizer
+        begins anew. A model in pipeline stages, or with divided weights, is cut in its first call: before it, weights,
+        counters and the schedule are loaded at once, and the optimizer's and random states when the model is cut. A
+        checkpoint of another model is refused even if `load_module_strict` is False. All ranks must call it. Raises
+        `CheckpointError`, and then has changed nothing.
         """
         if custom_load_fn is not None:
             raise UnsupportedError(
@@ -135,12 +137,14 @@ class Checkpoints:
         whole = load_optimizer_states and not load_module_only
 
         def load() -> tuple[Path, dict[str, Any]]:
-            client = dict(self.handle.load_checkpoint(load_dir, chosen, optimizer=whole))
+            client = self._read(load_dir, chosen, states=whole, random=not load_module_only)
             own, states = client.pop(_OURS, None), client.pop(_STATES, None)
             if whole and not self._training.planned and self._training.optimizer is not None:
                 client_optimizer.load(self._training.optimizer, (own or {}).get("optimizer"), states)
             if not load_module_only:
                 self._go_on(own if isinstance(own, Mapping) else None, scheduler=load_lr_scheduler_states)
+                if not whole and load_lr_scheduler_states:
+                    self._set_rates()
             return self.handle.saver.last.folder, client  # type: ignore[union-attr]
 
         deferred = self.handle.deferred
@@ -152,21 +156,34 @@ class Checkpoints:
             _write_weights(self.module, source)
             if isinstance(own, Mapping) and not load_module_only:
                 self._count_on(own, scheduler=load_lr_scheduler_states)
-                if load_lr_scheduler_states and isinstance(self._training.scheduler, Scheduler):
-                    self._training.scheduler.step(self._training.scheduler.last_batch_iteration)  # (the rates as well)
+                if load_lr_scheduler_states:
+                    self._set_rates()
             self.handle.when_placed(lambda: load() and None)
         return str(Path(load_dir) / chosen if chosen is not None else folder), client
+
+    def _read(self, load_dir: str | os.PathLike[str], tag: str | None, *, states: bool, random: bool) -> dict[str, Any]:
+        """Load weights, the plan's optimizer's states if `states`, and the random states if `random`; return the client
+        state."""
+        runtime, optimizer = self.handle.runtime, self._training.optimizer
+        before = None if random else RandomStates(random_states(runtime.device), runtime.device)
+        groups = [] if states or optimizer is None else [_numbers_of(group) for group in optimizer.param_groups]
+        client = dict(self.handle.load_checkpoint(load_dir, tag, optimizer=states))
+        for group, numbers in zip(optimizer.param_groups if groups else (), groups, strict=True):
+            group.update(numbers)  # (an optimizer that begins anew has the plan's, not those that a schedule has set)
+        if before is not None:
+            before.restore()
+        runtime.updater.settle()
+        self._counters.skipped_before = runtime.updater.outcomes.skipped()
+        return client
 
     def _go_on(self, own: Mapping[str, Any] | None, *, scheduler: bool) -> None:
         """Restore the counters and the schedule from a checkpoint.
 
         A checkpoint that no engine of zgraph wrote has none: they are derived from the number of steps that it records.
         """
-        counters, runtime = self._counters, self.handle.runtime
-        runtime.updater.settle()
-        counters.skipped_before = runtime.updater.outcomes.skipped()
         if own is None:
-            steps, skipped = runtime.updates, counters.skipped_before
+            runtime = self.handle.runtime
+            steps, skipped = runtime.updates, self._counters.skipped_before
             own = {
                 "global_steps": steps,
                 "global_samples": runtime.samples or steps * self._batch.total,  # type: ignore[attr-defined]
@@ -189,6 +206,16 @@ class Checkpoints:
             lr_scheduler.load_state_dict(dict(saved))
         else:
             logger.warning("the checkpoint says nothing of a %s: it begins anew", type(lr_scheduler).__name__)
+
+    def _set_rates(self) -> None:
+        """Set the rates of the groups to those of the loaded schedule. (Otherwise they come with the optimizer's
+        states.)"""
+        scheduler = self._training.scheduler
+        if isinstance(scheduler, Scheduler):
+            scheduler.step(scheduler.last_batch_iteration)
+        elif callable(getattr(scheduler, "get_last_lr", None)):
+            for group, rate in zip(self._training.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+                group["lr"] = rate
 
     # -- state dicts ----------------------------------------------------------------------------------------------------
     def module_state_dict(
@@ -326,6 +353,10 @@ def _names_one(folder: Path) -> bool:
     """Return whether a folder names its latest checkpoint, or is a checkpoint itself."""
     named = any((folder / name).exists() for name in ("latest", "latest_universal"))
     return named or any(folder.glob("*model_states.pt")) or (folder / ".metadata").exists()
+
+
+def _numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
 
 
 def _plain(value: Any) -> Any:

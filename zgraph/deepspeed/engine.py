@@ -25,12 +25,12 @@ from torch.distributed.tensor import DTensor
 
 from zgraph.api.handle import Handle
 from zgraph.capture.capture import find_loss
-from zgraph.deepspeed import comm
 from zgraph.deepspeed.checkpoints import Checkpoints
 from zgraph.deepspeed.compile_options import fields_of
 from zgraph.deepspeed.dataloader import DeepSpeedDataLoader, Reading, RepeatingLoader, Share
+from zgraph.deepspeed.engine_attributes import Attributes
 from zgraph.deepspeed.engine_settings import Settings
-from zgraph.deepspeed.lr_schedulers import step_of
+from zgraph.deepspeed.lr_schedulers import is_scheduler, refuse_another_optimizers, step_of
 from zgraph.deepspeed.monitor import Monitor
 from zgraph.deepspeed.step_log import StepLog
 from zgraph.deepspeed.unsupported import EngineMisuse, Unsupported
@@ -67,6 +67,8 @@ class Training:
     collate_fn: Callable[..., Any] | None = None  # makes a micro-batch of examples
     loader: DeepSpeedDataLoader | None = None  # the loader of `training_data`
     report: Any = None  # what became of each key of the configuration
+    data: Any = None  # the script's `training_data`
+    mpu: Any = None  # the script's object for groups of ranks
 
 
 @dataclass
@@ -87,7 +89,7 @@ class OwnBackwards:
     count = 0
 
 
-class DeepSpeedEngine(Checkpoints, Settings, Unsupported, nn.Module):  # type: ignore[misc]
+class DeepSpeedEngine(Checkpoints, Settings, Unsupported, Attributes):  # type: ignore[misc]
     """A compiled model with DeepSpeed's interface; see the module's docstring.
 
     `module` is the script's own model, compiled in place; `config` is the configuration as it was given. Attributes
@@ -144,7 +146,15 @@ class DeepSpeedEngine(Checkpoints, Settings, Unsupported, nn.Module):  # type: i
 
     @property
     def lr_scheduler(self) -> Any:
+        """The scheduler that `step` steps; a script may set another one of the engine's optimizer, or None."""
         return self._training.scheduler
+
+    @lr_scheduler.setter
+    def lr_scheduler(self, scheduler: Any) -> None:
+        refuse_another_optimizers(scheduler, (self.optimizer, self.client_optimizer))
+        if scheduler is not None and not is_scheduler(scheduler):
+            scheduler = scheduler(self.client_optimizer or self.optimizer)
+        self._training.scheduler = scheduler
 
     @property
     def client_lr_scheduler(self) -> Any:
@@ -169,44 +179,39 @@ class DeepSpeedEngine(Checkpoints, Settings, Unsupported, nn.Module):  # type: i
     def device(self) -> torch.device:
         return next((p.device for p in self.module.parameters()), torch.device("cpu"))
 
-    @property
-    def global_rank(self) -> int:
-        return comm.get_rank()
-
-    @property
-    def local_rank(self) -> int:
-        return comm.get_local_rank()
-
-    @property
-    def world_size(self) -> int:
-        return comm.get_world_size()
-
-    @property
-    def dp_world_size(self) -> int:
-        """The number of ranks that read different rows."""
-        return self._batch.ranks
-
-    @property
-    def mp_world_size(self) -> int:
-        return self.world_size // self._batch.ranks
-
-    # -- counters -----------------------------------------------------------------------------------------------------
+    # -- counters (which a script may set, to go on from numbers of its own) ---------------------------------------------
     @property
     def micro_steps(self) -> int:
         return self._counters.micro_steps
+
+    @micro_steps.setter
+    def micro_steps(self, value: int) -> None:
+        self._counters.micro_steps = value
 
     @property
     def global_steps(self) -> int:
         """Updates so far, skipped ones included."""
         return self._counters.global_steps
 
+    @global_steps.setter
+    def global_steps(self, value: int) -> None:
+        self._counters.global_steps = value
+
     @property
     def global_samples(self) -> int:
         return self._counters.global_samples
 
+    @global_samples.setter
+    def global_samples(self, value: int) -> None:
+        self._counters.global_samples = value
+
     @property
     def skipped_steps(self) -> int:
         return self._counters.skipped_steps
+
+    @skipped_steps.setter
+    def skipped_steps(self, value: int) -> None:
+        self._counters.skipped_steps = value
 
     def was_step_applied(self) -> bool:
         """Return whether the last `step()` has changed the weights."""
@@ -253,10 +258,13 @@ class DeepSpeedEngine(Checkpoints, Settings, Unsupported, nn.Module):  # type: i
                     tensor.register_hook(self._divided)
         return output
 
-    def _divided(self, grad: torch.Tensor) -> torch.Tensor:
-        """Scale an output's gradient to the micro-batch's share, in a backward that the script itself started."""
+    def _divided(self, grad: torch.Tensor | None) -> torch.Tensor | None:
+        """Scale an output's gradient (None where none reaches it) to the micro-batch's share, in a backward that the
+        script itself started."""
         share = self._share()
-        return grad if OwnBackwards.count or share == 1 else grad * share
+        return grad if grad is None or OwnBackwards.count or share == 1 else grad * share
+
+    _divided.only_scales = True  # type: ignore[attr-defined]
 
     def _share(self, scale_wrt_gas: bool = True) -> float:
         """Return the factor of a micro-batch's gradients: 1 / micro-batches, times the ranks if the configuration asks
@@ -528,6 +536,10 @@ class DeepSpeedEngine(Checkpoints, Settings, Unsupported, nn.Module):  # type: i
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 
+    def get_type(self) -> list[Any]:
+        """Return what each group says of its type; 0.0 for one that says nothing."""
+        return self._of_groups("type")
+
     def get_mom(self) -> list[Any]:
         """Return the momentum of each group: SGD's, or Adam's betas."""
         return [g["betas"] if "betas" in g else g.get("momentum", 0.0) for g in self._groups()]
@@ -569,19 +581,6 @@ class DeepSpeedEngine(Checkpoints, Settings, Unsupported, nn.Module):  # type: i
         """Set the function `post_process_func(micro_batch, {})` that changes each micro-batch of `training_data`."""
         if self.training_dataloader is not None:
             self.training_dataloader.post_process_func = post_process_func
-
-    def data_rank(self) -> int:
-        """Return this rank's index among the ranks that read different rows."""
-        mesh = self.handle.mesh
-        if mesh is None:
-            return 0
-        place = 0
-        for dim in ("replicate", "dp"):
-            if dim in (mesh.mesh_dim_names or ()):
-                place = place * mesh[dim].size() + mesh.get_local_rank(dim)
-        return place
-
-    get_data_parallel_rank = data_rank
 
     def compile(
         self,
@@ -631,15 +630,6 @@ class DeepSpeedEngine(Checkpoints, Settings, Unsupported, nn.Module):  # type: i
         self._accumulate(False)
         if self.handle.deferred is None:
             self.handle.finish()
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            module = self.__dict__.get("_modules", {}).get("module")
-            if module is not None and hasattr(module, name):
-                return getattr(module, name)
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}") from None
 
 
 def _tensors_in(output: Any) -> Iterator[torch.Tensor]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from zgraph.deepspeed.absent_names import AbsentName, refuse_of_optimizer
 from zgraph.errors import PlanError
 from zgraph.update.optimizer import PlanOptimizer
 from zgraph.update.parameter_groups import members_of
@@ -125,6 +126,11 @@ class EngineOptimizer(torch.optim.Optimizer):
         return self.optimizer.state
 
     @property
+    def zero_stage(self) -> int:
+        """The plan's ZeRO stage."""
+        return self._handle.plan.zero
+
+    @property
     def loss_scale(self) -> float:
         scale = self._handle.loss_scale
         return 1.0 if scale is None else float(scale)
@@ -142,10 +148,10 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     @property
     def loss_scale_config(self) -> LossScaleNow:
-        """The loss scale and its counters, always up to date. Raises `AttributeError` if the loss is not scaled."""
+        """The loss scale and its counters, always up to date. Raises `AbsentName` if the loss is not scaled."""
         scaling = self._handle.plan.loss_scale()
         if scaling is None:
-            raise AttributeError("loss_scale_config: the plan scales no loss")
+            raise AttributeError  # (as `__getattr__` does, with a sentence)
         return LossScaleNow(self._handle, scaling)
 
     loss_scaler = loss_scale_config  # (its name above stage 0)
@@ -177,7 +183,12 @@ class EngineOptimizer(torch.optim.Optimizer):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_handle" not in self.__dict__:
             raise AttributeError(name)
-        return getattr(self.optimizer, name)
+        if name in ("loss_scale_config", "loss_scaler"):  # (a property of this class that raised)
+            raise AbsentName(f"{name}: the plan scales no loss", hint="ask needs_scaler() first")
+        try:
+            return getattr(self.optimizer, name)
+        except AttributeError:
+            refuse_of_optimizer(name)
 
 
 def follow(user: torch.optim.Optimizer, engine: EngineOptimizer) -> None:

@@ -88,6 +88,13 @@ _KEYS: dict[str, tuple[str, Any]] = {
     "is_sanity_checks_enabled": ("zero_optimization.enable_sanity_checks", False),
     "optimizer_legacy_fusion": ("optimizer.legacy_fusion", False),
     "aio_config": ("aio", None),
+    "fp16_master_weights_and_gradients": ("fp16.fp16_master_weights_and_grads", False),
+    "bf16_master_weights_and_gradients": ("bf16.bf16_master_weights_and_grads", False),
+    "zero_parameter_alignment": ("zero_optimization.parameter_alignment", False),
+    "zero_save_muon_momentum_buffer_in_memory": ("zero_optimization.save_muon_momentum_buffer_in_memory", False),
+    "zero_partial_offload": ("zero_optimization.offload_optimizer.ratio", 1.0),
+    "super_offload": ("zero_optimization.offload_optimizer.super_offload", False),
+    "cpuadam_cores_perc": ("zero_optimization.offload_optimizer.cpuadam_cores_perc", 0.9),
 }
 
 
@@ -120,6 +127,14 @@ class Settings:
         """Return whether the optimizer's states are in the host's memory."""
         return value_of(self.config, "zero_optimization.offload_optimizer.device") == "cpu"
 
+    def zero_use_cpu_optimizer(self) -> bool:
+        """Return whether the optimizer's states are in the host's memory or in files."""
+        return value_of(self.config, "zero_optimization.offload_optimizer.device") in ("cpu", "nvme")
+
+    def zero_nvme_offload_optimizer(self) -> bool:
+        """Return whether the optimizer's states are in files."""
+        return value_of(self.config, "zero_optimization.offload_optimizer.device") == "nvme"
+
     @property
     def communication_data_type(self) -> torch.dtype:
         """The dtype in which gradients are reduced: the configuration's, else the model's."""
@@ -136,6 +151,26 @@ class Settings:
     def checkpoint_tag_validation_enabled(self) -> bool:
         """Return True: tags that differ between ranks are always refused."""
         return True
+
+    def checkpoint_tag_validation_fail(self) -> bool:
+        """Return True: tags that differ between ranks are an error."""
+        return True
+
+    def torch_autocast_dtype(self) -> torch.dtype | None:
+        """Return the dtype that `torch_autocast` names; None without the section. (It is not supported: see its key.)"""
+        named = value_of(self.config, "torch_autocast.dtype")
+        return None if named is None else getattr(torch, DTYPES.get(str(named).lower(), str(named)))
+
+    def dynamic_loss_scale_args(self) -> dict[str, Any]:
+        """Return the numbers of fp16's dynamic loss scale, by DeepSpeed's names."""
+        section = value_of(self.config, "fp16", {})
+        return {
+            "init_scale": self.initial_dynamic_scale(),
+            "scale_window": section.get("loss_scale_window", 1000),
+            "delayed_shift": section.get("hysteresis", 2),
+            "consecutive_hysteresis": section.get("consecutive_hysteresis", False),
+            "min_scale": section.get("min_loss_scale", 1),
+        }
 
     def initial_dynamic_scale(self) -> int:
         """Return the loss scale that fp16 begins with."""

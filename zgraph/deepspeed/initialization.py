@@ -20,7 +20,7 @@ from zgraph.deepspeed import comm
 from zgraph.deepspeed.engine import Batch, DeepSpeedEngine, Training
 from zgraph.deepspeed.engine_optimizer import EngineOptimizer, follow, rebind
 from zgraph.deepspeed.engine_settings import value_of
-from zgraph.deepspeed.lr_schedulers import VALID_LR_SCHEDULES, Scheduler
+from zgraph.deepspeed.lr_schedulers import VALID_LR_SCHEDULES, Scheduler, is_scheduler, refuse_another_optimizers
 from zgraph.deepspeed.parameter_groups import freeze_others, groups_of, names_of, of_model_parameters, record_of
 from zgraph.deepspeed.pipe.engine import PipelineEngine
 from zgraph.deepspeed.pipe.module import PipelineModule
@@ -34,7 +34,7 @@ from zgraph.errors import ModelError, PlanError, UnsupportedError
 from zgraph.plan.clipping_and_ema import GradClip
 from zgraph.plan.lr_schedules import AnySchedule, TorchSchedule
 from zgraph.plan.plan import Plan
-from zgraph.plan.precision import Precision
+from zgraph.plan.precision import Precision, preset
 from zgraph.runtime.compiled_models import is_compiled
 from zgraph.update.torch_lr_schedulers import torch_scheduler
 
@@ -104,7 +104,7 @@ def initialize(
     plan, report = _planned(given_config, given, model)
     batch = _batch(given_config, plan)
     training = _training(model, plan, given, given_config)
-    training.report, training.collate_fn = report, collate_fn
+    training.report, training.collate_fn, training.data, training.mpu = report, collate_fn, training_data, mpu
     if comm.get_rank() == 0:
         logger.info("what became of the configuration:\n%s", report)
     kind = PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine
@@ -169,7 +169,8 @@ def _planned(config: dict[str, Any], given: Given, model: nn.Module) -> tuple[Pl
     if summed:
         said = "the engine multiplies each loss by the data-parallel ranks, over which the plan averages"
         report = replace(report, rows=(*report.rows, Row("gradient_allreduce_op", "sum", "applied", said)))
-    fields: dict[str, Any] = {"precision": _precision(plan)}
+    record = _of_model(plan.resolved_precision(), config)
+    fields: dict[str, Any] = {"precision": _precision(record)}
     if own:
         assert given.names is not None
         fields["optimizer"] = record_of(given.optimizer, given.names)
@@ -180,7 +181,8 @@ def _planned(config: dict[str, Any], given: Given, model: nn.Module) -> tuple[Pl
         _refuse_in_stages(given.optimizer, model)
         _refuse_offloaded(given.optimizer, plan)
         fields |= {"optimizer": None, "lr_schedule": None, "grad_clip": None, "on_nonfinite": "ignore"}
-        fields["precision"] = _for_own_optimizer(plan, given)
+        fields["precision"] = _for_own_optimizer(record, given)
+        report = _without_accumulation(report)
     else:
         # (the engine's scheduler changes the groups; and the norm is always measured)
         fields |= {"lr_schedule": None, "grad_clip": plan.grad_clip or GradClip(norm=_UNBOUNDED)}
@@ -202,29 +204,32 @@ def _overridden(report: Report, config: dict[str, Any], section: str) -> Report:
     return replace(report, rows=tuple(rows))
 
 
-def _precision(plan: Plan) -> str | Precision:
-    """Return the plan's precision with DeepSpeed's dtypes: low parameters with fp32 master weights, buffers as they
-    are.
+def _of_model(record: Precision, config: dict[str, Any]) -> Precision:
+    """Return a plan's precision with the model's buffers as they are, unless the configuration asks for another dtype
+    of theirs."""
+    if record.buffer is None or value_of(config, "data_types.buffer_dtype") is not None:
+        return record
+    return record.model_copy(update={"buffer": None})
+
+
+def _precision(record: Precision) -> str | Precision:
+    """Return the precision of the plan's optimizer: DeepSpeed's dtypes, low parameters with fp32 master weights.
 
     With fp16, outputs are float32, so that the gradient of a loss outside of the model does not overflow or vanish
     before it is scaled.
     """
-    record = plan.resolved_precision()
     if record == Precision():
         return "fp32"
-    low = plan.precision if isinstance(plan.precision, str) else None
-    changes: dict[str, Any] = {"buffer": None} if low is not None else {}
     if record.compute == "float16" and record.output is None:
-        changes["output"] = "float32"
-    return record.model_copy(update=changes) if changes else record
+        return record.model_copy(update={"output": "float32"})
+    return record
 
 
-def _for_own_optimizer(plan: Plan, given: Given) -> str | Precision:
+def _for_own_optimizer(record: Precision, given: Given) -> str | Precision:
     """Return the precision for an optimizer that plans do not support: fp32 weights, which it updates itself.
 
     Raises `PlanError` for fp16.
     """
-    record = plan.resolved_precision()
     if record.compute == "float16" and given.optimizer is not None:
         raise PlanError(
             f"fp16 is enabled, and {type(given.optimizer).__name__} is no optimizer that a plan has",
@@ -232,7 +237,25 @@ def _for_own_optimizer(plan: Plan, given: Given) -> str | Precision:
             why="a step whose gradients overflow is skipped by the compiled update, which a plan has no such optimizer for",
             hint="Adam, AdamW, SGD, Adagrad, Lion or LAMB; or bf16",
         )
-    return {"float16": "fp16", "bfloat16": "bf16"}.get(str(record.compute), "fp32")
+    if record == Precision():
+        return "fp32"
+    low = {"float16": "fp16", "bfloat16": "bf16"}.get(str(record.compute))
+    usual, own = (preset(low, "deepspeed"), preset(low, None)) if low is not None else (Precision(), Precision())
+    asked: dict[str, Any] = {"buffer": record.buffer, "keep_fp32": record.keep_fp32}
+    if record.reduce != usual.reduce:
+        asked["reduce"] = record.reduce
+    return own.model_copy(update=asked)
+
+
+def _without_accumulation(report: Report) -> Report:
+    """Return the report with the gradients' dtype as without effect: the script's own optimizer takes them in the
+    dtype of their parameters."""
+    key, said = (
+        "data_types.grad_accum_dtype",
+        "the script's own optimizer takes gradients in its parameters' dtype, fp32",
+    )
+    rows = (Row(key, row.value, "no effect here", said) if row.key == key else row for row in report.rows)
+    return replace(report, rows=tuple(rows))
 
 
 def _batch(config: dict[str, Any], plan: Plan) -> Batch:
@@ -267,7 +290,7 @@ def _to_device(model: nn.Module) -> None:
 def _given(model: nn.Module, optimizer: Any, model_parameters: Iterable[Any] | None, scheduler: Any) -> Given:
     """Return the objects that were passed, with the names of their parameters, before anything of the model is
     changed."""
-    _refuse_another_optimizers(scheduler, optimizer)
+    refuse_another_optimizers(scheduler, (optimizer,))
     groups = None if model_parameters is None else groups_of(_parameters(model_parameters))
     objects = Given(scheduler=scheduler)
     if isinstance(optimizer, (EngineOptimizer, DeepSpeedEngine)):
@@ -289,30 +312,6 @@ def _given(model: nn.Module, optimizer: Any, model_parameters: Iterable[Any] | N
         objects.names = names_of(model, groups)
         freeze_others(model, objects.names)
     return objects
-
-
-def _is_scheduler(given: Any) -> bool:
-    return hasattr(given, "step") and not isinstance(given, type)
-
-
-def _refuse_another_optimizers(scheduler: Any, optimizer: Any) -> None:
-    """Raise `InitializeMisuse` for a scheduler object that would move another optimizer than the one that
-    `initialize` is given, and `ModelError` for what is neither a scheduler nor a function."""
-    if scheduler is None:
-        return
-    if not _is_scheduler(scheduler):
-        if not callable(scheduler):
-            raise ModelError(
-                f"lr_scheduler is a {type(scheduler).__name__}, no scheduler and no function that makes one"
-            )
-        return
-    moved = getattr(scheduler, "optimizer", None)
-    if isinstance(moved, torch.optim.Optimizer) and moved is not optimizer:
-        raise InitializeMisuse(
-            f"lr_scheduler is a {type(scheduler).__name__} of another optimizer than the engine's",
-            why="it would change learning rates that no step uses",
-            hint="give initialize its optimizer too; or a function of the optimizer, lr_scheduler=lambda optimizer: …",
-        )
 
 
 def _parameters(given: Iterable[Any]) -> Iterable[Any]:
@@ -388,7 +387,7 @@ def _scheduler(training: Training, config: dict[str, Any]) -> Any:
             logger.warning("lr_scheduler is left out: there is no optimizer, so the engine makes no steps")
         return None
     if given is not None:
-        return given if _is_scheduler(given) else given(training.client or optimizer)
+        return given if is_scheduler(given) else given(training.client or optimizer)
     record = _schedule(config, comm.get_world_size())
     if record is None:
         return None

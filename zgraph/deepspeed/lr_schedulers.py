@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar
 
 import torch
 
-from zgraph.errors import PlanError, StepError
+from zgraph.deepspeed.unsupported import InitializeMisuse
+from zgraph.errors import ModelError, PlanError, StepError
 from zgraph.names import did_you_mean
 from zgraph.plan import lr_schedules as records
 from zgraph.record import Record
@@ -54,6 +55,31 @@ def _fits(takes: Callable[..., Any], *values: Any, **named: Any) -> bool:
     except TypeError:
         return False
     return True
+
+
+def is_scheduler(given: Any) -> bool:
+    """Return whether this is a scheduler, not a function that makes one."""
+    return hasattr(given, "step") and not isinstance(given, type)
+
+
+def refuse_another_optimizers(scheduler: Any, optimizers: Collection[Any]) -> None:
+    """Raise `InitializeMisuse` for a scheduler object that would move another optimizer than the engine's (one of
+    `optimizers`), and `ModelError` for what is neither a scheduler nor a function."""
+    if scheduler is None:
+        return
+    if not is_scheduler(scheduler):
+        if not callable(scheduler):
+            raise ModelError(
+                f"lr_scheduler is a {type(scheduler).__name__}, no scheduler and no function that makes one"
+            )
+        return
+    moved = getattr(scheduler, "optimizer", None)
+    if isinstance(moved, torch.optim.Optimizer) and not any(moved is one for one in optimizers):
+        raise InitializeMisuse(
+            f"lr_scheduler is a {type(scheduler).__name__} of another optimizer than the engine's",
+            why="it would change learning rates that no step uses",
+            hint="give initialize its optimizer too; or a function of the optimizer, lr_scheduler=lambda optimizer: …",
+        )
 
 
 class Scheduler:

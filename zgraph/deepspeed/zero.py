@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from enum import Enum
 from types import TracebackType
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from zgraph.api.full_weights import full_weights
+from zgraph.deepspeed.absent_names import absent
 from zgraph.deepspeed.comm import init_distributed
 from zgraph.deepspeed.deferred_init import deferred, materialise
 from zgraph.deepspeed.utils.logging import no_effect
@@ -20,9 +23,60 @@ from zgraph.errors import ModelError, PlanError
 from zgraph.names import did_you_mean
 from zgraph.runtime.compiled_models import owner_of
 
-__all__ = ["GatheredParameters", "Init", "register_external_parameter", "unregister_external_parameter"]
+__all__ = [
+    "DeepSpeedTensorOverride",
+    "DeepSpeedZeRoOffload",
+    "GatheredParameters",
+    "Init",
+    "TiledLinear",
+    "TiledLinearReturnBias",
+    "ZeroParamStatus",
+    "ZeroParamType",
+    "register_external_parameter",
+    "restore_init_context",
+    "shutdown_init_context",
+    "unregister_external_parameter",
+    "unwrap_model_for_generation",
+]
 
 logger = logging.getLogger(__name__)
+
+_TILES = (
+    "a product is divided by a pass, which changes no module",
+    '"zgraph": {"tiles": …} in the configuration (docs/features/tiles.md)',
+)
+_ABSENT = absent(
+    "zero",
+    {
+        "TiledLinear": _TILES,
+        "TiledLinearReturnBias": _TILES,
+        "DeepSpeedZeRoOffload": (
+            "gathers and releases are in the compiled program, and no module has hooks for them",
+            "initialize without an optimizer runs a model's forward on shards",
+        ),
+        "DeepSpeedTensorOverride": ("zero.Init takes no tensors of the script's in place of its own", "leave it out"),
+    },
+)
+TiledLinear, TiledLinearReturnBias = _ABSENT["TiledLinear"], _ABSENT["TiledLinearReturnBias"]
+DeepSpeedZeRoOffload, DeepSpeedTensorOverride = _ABSENT["DeepSpeedZeRoOffload"], _ABSENT["DeepSpeedTensorOverride"]
+
+
+class ZeroParamType(Enum):
+    """DeepSpeed's kinds of parameters."""
+
+    NORMAL = 1
+    PARTITIONED = 2
+    REMOTE = 3
+
+
+class ZeroParamStatus(Enum):
+    """DeepSpeed's states of a parameter that is sharded, for scripts that ask one for its `ds_status` if it has one:
+    parameters have none here."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
 
 _OPTIONS = (
     "data_parallel_group",
@@ -86,6 +140,17 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """Do nothing: the captured graph shows which parameters a module reads."""
+
+
+@contextlib.contextmanager
+def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
+    """Gather the whole weights of an engine or of a compiled model inside the block, for `generate`: a call is the model's
+    own eager code there, so that lengths compile nothing. Yields what it was given. All ranks must enter it.
+
+    Raises `UnsupportedError` for a model in stages, and as `zgraph.full_weights` does for weights that were written to.
+    """
+    with full_weights(model if "zgraph" in model.__dict__ else model.module):  # type: ignore[arg-type]
+        yield model
 
 
 class GatheredParameters:

@@ -180,13 +180,14 @@ def refuse_partial(
     entry: Entry, outputs: Mapping[int, Callable[[], torch.Tensor | None]], tangents: Collection[int]
 ) -> None:
     """Raise `UnsupportedError` for an output whose whole gradient the user asked for, if an output computed from it has
-    a tangent: the gradient that reaches it inside the program is not seen.
+    a tangent: the gradient that reaches it inside the program is not seen. (A hook with `only_scales` set may be there: it
+    gives the same for a part of a gradient as for the whole.)
     """
     for at, output in outputs.items():
         value = output()
         if (
             value is None
-            or not (value.retains_grad or value._backward_hooks)
+            or not (value.retains_grad or any(map(_looks_at, (value._backward_hooks or {}).values())))
             or entry.trace.upstream[at].isdisjoint(tangents)
         ):
             continue
@@ -195,6 +196,10 @@ def refuse_partial(
             why="a program's outputs are apart for autograd: of the gradient only what comes from outside of the model would be seen",
             hint="let the model compute one from the other outside of what is compiled, or give the plain model",
         )
+
+
+def _looks_at(hook: Callable[..., Any]) -> bool:
+    return not getattr(hook, "only_scales", False)
 
 
 def _adds_to(ctx: Any) -> frozenset[str]:
