@@ -32,7 +32,7 @@ def script(name: str, *args: str, **variables: str) -> Any:
 
 
 @needs_triton
-@pytest.mark.parametrize("count", [pytest.param(150, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("count", [pytest.param(150, marks=pytest.mark.slow), 4])
 def test_kernels_compute_whole_attention_with_a_mask(count: int) -> None:
     found = script("attention.py", str(count), "0")
     assert found["compared"] == count and not found["wrong"], found["wrong"]
