@@ -42,7 +42,7 @@ def head(embedding, x):
 
 
 def loss_fn(logits, labels):
-    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
 def batches(rank):

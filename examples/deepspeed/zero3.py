@@ -44,7 +44,7 @@ class Model(nn.Module):
         x = self.embedding(ids)
         for block in self.blocks:
             x = block(x)
-        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1).float(), labels.flatten())
 
 
 def main(steps=5):

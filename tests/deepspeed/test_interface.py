@@ -199,7 +199,11 @@ SAID = """
  zero_module_granularity_threshold zero_multi_rank_bucket_allreduce zero_offload_optimizer zero_offload_param zero_optimization
  zero_optimization_partition_gradients zero_optimization_partition_weights zero_optimization_stage zero_overlap_comm
  zero_param_persistence_threshold zero_prefetch_bucket_size zero_quantized_gradients zero_quantized_nontrainable_weights
- zero_quantized_weights zero_reduce_bucket_size zero_reduce_scatter zero_round_robin_gradients zero_sub_group_size"""
+ zero_quantized_weights zero_reduce_bucket_size zero_reduce_scatter zero_round_robin_gradients zero_sub_group_size
+ bf16_master_weights_and_gradients checkpoint_tag_validation_enabled cpuadam_cores_perc dist_backend dp_world_size dynamic_loss_scale_args
+ enable_backward_allreduce fp16_master_weights_and_gradients get_type gradient_average has_moe_layers inside_no_sync_ctxt is_deepcompile_active
+ mp_world_size mpu pipeline_parallelism seq_dp_world_size sequence_parallel_size super_offload torch_autocast_dtype training_data use_ds_comm
+ zero_nvme_offload_optimizer zero_parameter_alignment zero_partial_offload zero_save_muon_momentum_buffer_in_memory zero_use_cpu_optimizer"""
 ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
 WARM = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 0.01}}
 

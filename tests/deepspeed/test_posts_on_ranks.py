@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import Ranks
 from sweeps import sweep
 from torch import nn
 
@@ -111,6 +112,19 @@ def a_checkpoint_without_a_tag(system, folder):
     again = trained(other, range(3, 5))
     assert again == pytest.approx(losses[3:], abs=1e-6)
     return losses + again + other.get_lr()
+
+
+def weights_alone(system, folder):
+    """`load_module_only`: the weights, and neither counters nor optimizer nor schedule."""
+    scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 2e-2, "warmup_num_steps": 5}}
+    engine = system.engine(config={"scheduler": scheduler})[0]
+    losses = trained(engine, range(3))
+    engine.save_checkpoint(folder, tag="base", client_state={"epoch": 1})
+    other = system.engine(seed=1, config={"scheduler": scheduler})[0]
+    torch.manual_seed(11)
+    _, client = other.load_checkpoint(folder, tag="base", load_module_only=True)
+    assert client["epoch"] == 1 and other.global_steps == 0
+    return [*losses, float(torch.rand(())), *other.get_lr(), *trained(other, range(3, 6)), *other.get_lr()]
 
 
 def a_scheduler_by_a_function(system, folder):
@@ -278,6 +292,7 @@ def a_scheduler_set_later(system, folder):
 SCRIPTS = [
     accumulation_by_no_sync,
     a_checkpoint_without_a_tag,
+    weights_alone,
     a_scheduler_by_a_function,
     an_optimizer_by_a_function,
     a_backward_of_the_scripts_own,
@@ -289,6 +304,12 @@ SCRIPTS = [
     weights_gradients_and_states_by_name,
     a_scheduler_set_later,
 ]
+
+
+STAGES = {  # of DeepSpeed, where it does not refuse what a script says, or load nothing; 3 otherwise
+    accumulation_by_no_sync: 1,
+    weights_alone: 2,
+}
 
 
 def run(name, script, stage, folder):
@@ -304,5 +325,23 @@ def compared(mine, theirs, script, stage, tmp_path):
 
 @sweep("script", SCRIPTS, quick=(1,))
 def test_a_script_of_a_post_gives_deepspeeds_numbers_on_two_ranks(two, deepspeeds, script, tmp_path):
-    stage = 1 if script is accumulation_by_no_sync else 3  # (DeepSpeed refuses no_sync above stage 1)
-    compared(two, deepspeeds, script, stage, tmp_path)
+    compared(two, deepspeeds, script, STAGES.get(script, 3), tmp_path)
+
+
+@pytest.fixture(scope="module")
+def one():
+    with Ranks(1) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def deepspeed_alone():
+    pytest.importorskip("deepspeed")
+    with Ranks(1) as ranks:
+        yield ranks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_of_a_post_gives_deepspeeds_numbers_on_one_rank(one, deepspeed_alone, script, tmp_path):
+    compared(one, deepspeed_alone, script, 1, tmp_path)

@@ -82,16 +82,19 @@ def initializing(module: Any, change: Any) -> Iterator[None]:
         module.initialize = original
 
 
+def system_of(name: str) -> tuple[Any, Any]:
+    """(a system's module, how its configurations are changed)."""
+    return (ready(), of_torch) if name == "deepspeed" else (importlib.import_module("zgraph.deepspeed"), eager)
+
+
 def script(name: str, system: str) -> tuple[types.ModuleType, Any, Any]:
     """(an example as a module, the system that it imports, how its configurations are changed)."""
     path = EXAMPLES / f"{name}.py"
     source = path.read_text()
+    system_module, change = system_of(system)
     if system == "deepspeed":
-        system_module, change = ready(), of_torch
         source = source.replace("import zgraph.deepspeed as deepspeed", "import deepspeed")
         source = source.replace("from zgraph.deepspeed", "from deepspeed")
-    else:
-        system_module, change = importlib.import_module("zgraph.deepspeed"), eager
     folder = tempfile.mkdtemp()  # (a file: processes that load data import it)
     Path(folder, f"{name}_by_{system}.py").write_text(source)
     sys.path.insert(0, folder)
@@ -107,10 +110,41 @@ def run(name: str, system: str, *args: Any) -> list[float]:
 
 def run_in_bf16(name: str, system: str, *args: Any) -> list[float]:
     """What an example's `main` returns whose models are bf16, and get rows in bf16."""
+    return run_in_bf16_as({}, name, system, *args)
+
+
+def run_in_bf16_as(how: dict[str, Any], name: str, system: str, *args: Any) -> list[float]:
+    """The same. `how` may say: "accumulate", the configuration's dtype for micro-batches' gradients; "as_torch", whether DeepSpeed is
+    kept from what torch does not do (see `as_torch`)."""
     module, system_module, change = script(name, system)
-    low = {"bf16": {"enabled": True}}
-    with rows_in_bf16(system_module), initializing(system_module, lambda given: change(given) | low):
+    low: dict[str, Any] = {"bf16": {"enabled": True}}
+    if "accumulate" in how:
+        low["data_types"] = {"grad_accum_dtype": how["accumulate"]}
+    with contextlib.ExitStack() as inside:
+        inside.enter_context(rows_in_bf16(system_module))
+        inside.enter_context(initializing(system_module, lambda given: change(given) | low))
+        if how.get("as_torch") and system == "deepspeed":
+            inside.enter_context(as_torch())
         return module.main(*args)
+
+
+@contextlib.contextmanager
+def as_torch() -> Iterator[None]:
+    """Inside, DeepSpeed does as torch in two places. Its optimizer of low weights without ZeRO makes no update of zero gradients when it is made, by
+    which Adam's count of updates is one ahead of its moments. And its linear layers, which it replaces for the process at ZeRO stage 3, add the bias
+    before the product is rounded, not after."""
+    kind = importlib.import_module("deepspeed.runtime.fp16.unfused_optimizer").FP16_UnfusedOptimizer
+    parameters = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
+    original, linear = kind.initialize_optimizer_states, parameters.zero3_linear_wrap
+    present, functional = torch.nn.functional.linear, torch.nn.functional
+    plain = getattr(parameters.InsertPostInitMethodToModuleSubClasses, "linear_bk", present)
+    kind.initialize_optimizer_states = lambda self: None
+    parameters.zero3_linear_wrap = functional.linear = plain
+    try:
+        yield
+    finally:
+        kind.initialize_optimizer_states, parameters.zero3_linear_wrap = original, linear
+        functional.linear = present
 
 
 @contextlib.contextmanager
