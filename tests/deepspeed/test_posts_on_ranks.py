@@ -101,7 +101,9 @@ def a_checkpoint_without_a_tag(system, folder):
     losses += trained(engine, range(3, 5))
     other = system.engine(seed=1, config={"scheduler": scheduler})[0]
     path, client = other.load_checkpoint(folder)
-    assert "global_step3" in str(path) and other.global_steps == 3 and other.global_samples == 3 * 4
+    assert (
+        "global_step3" in str(path) and other.global_steps == 3 and other.global_samples == 3 * other.train_batch_size()
+    )
     assert {k: client[k] for k in ("epoch", "best", "order", "none")} == {
         "epoch": 3,
         "best": 0.25,
@@ -344,4 +346,5 @@ def deepspeed_alone():
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_script_of_a_post_gives_deepspeeds_numbers_on_one_rank(one, deepspeed_alone, script, tmp_path):
-    compared(one, deepspeed_alone, script, 1, tmp_path)
+    # (At stage 1 DeepSpeed's second update after a script's own backward is not plain PyTorch's, which zgraph's is.)
+    compared(one, deepspeed_alone, script, 3 if script is a_backward_of_the_scripts_own else 1, tmp_path)
