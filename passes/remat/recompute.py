@@ -8,6 +8,8 @@ Min-cut assumes a graph in which equal nodes are one, and in which the forward m
 depend on a tangent. This pass first brings the graph into this form: where min-cut saves a value that autograd made in
 the backward (a layer norm's 1 / n of the saved statistics), its own operands would otherwise be missing and be
 recomputed from far up, through matrix products.
+
+Exponentials of a softmax on CPU are computed twice in the same phase, see `repeat_exponentials`.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from torch import fx
 
 from zgraph.passes.contract import graph_pass
 from zgraph.program.aliases import is_view, made_once, mutates
-from zgraph.program.node import Phase, info, set_info
+from zgraph.program.node import Phase, info, set_info, tensor
 from zgraph.program.program import Fact, InputRole, Program, of_backward
 from zgraph.torch_compat import aot
 
@@ -41,7 +43,8 @@ def recompute(program: Program) -> dict[str, int]:
     late = [n.name for p, n in program.input_items() if p.role in (InputRole.TANGENT, InputRole.RETURNED)]
     saved = aot.min_cut_saved(program.module, forward_outputs, late)
     hoisted = hoist_saved(program, saved)
-    return {"merged": merged, "hoisted": hoisted, "recomputed": recompute_all_but(program, saved)}
+    recomputed = recompute_all_but(program, saved) + repeat_exponentials(program)
+    return {"merged": merged, "hoisted": hoisted, "recomputed": recomputed}
 
 
 def merge_equal(program: Program) -> int:
@@ -140,3 +143,28 @@ def recompute_all_but(program: Program, saved: set[str], by: str = "recompute") 
             if info(used).phase is Phase.FORWARD and (fresh := again(used, node)) is not used:
                 node.replace_input_with(used, fresh)
     return len(copies)
+
+
+def repeat_exponentials(program: Program) -> int:
+    """Give sums of exponentials that something else reads as well (a softmax that is written out) exponentials of their
+    own, on CPU; return how many.
+
+    Inductor's C++ backend stores an exponential with two readers: as much as the scores, written and read once more.
+    Computing it twice takes no longer (`benchmarks/results/kernels.md` has what is moved). On CUDA it does so by itself.
+    """
+    count = 0
+    for node in program.nodes:
+        if node.target is not torch.ops.aten.exp.default or tensor(node).device.type != "cpu":
+            continue
+        sums = [
+            u for u in node.users if u.target is torch.ops.aten.sum.dim_IntList and info(u).phase is info(node).phase
+        ]
+        if len(sums) == len(node.users):
+            continue
+        record = info(node).replace(made_by="recompute")
+        for total in sums:
+            with program.graph.inserting_before(total):
+                own = program.call(node.target, node.args, record, name=f"{node.name}_summed")
+            total.replace_input_with(node, own)
+        count += len(sums)
+    return count

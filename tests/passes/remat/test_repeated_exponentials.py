@@ -1,0 +1,51 @@
+"""A softmax that is written out has exponentials for its sum and others for its result on CPU, where Inductor would store them."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import zgraph
+from zgraph.build.planned_step import programs
+from zgraph.program.node import Phase, info
+from zgraph.program.program import Program
+
+aten = torch.ops.aten
+
+
+class Written(nn.Module):
+    """Attention whose softmax is written out; its scores are a product, which nobody recomputes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = self.project(x)
+        return (q @ q.mT).softmax(-1) @ q
+
+
+class Normaliser(nn.Module):
+    """The logarithm of a sum of exponentials, which nothing else reads."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.logsumexp(-1)
+
+
+def forward_exponentials(model: nn.Module, **plan: str) -> list[torch.fx.Node]:
+    program: Program = programs(model, zgraph.Plan(**plan), (torch.randn(2, 8, 16, requires_grad=True),), 1).program
+    nodes = [n for n in program.graph.nodes if n.target is aten.exp.default]
+    return [n for n in nodes if info(n).phase is Phase.FORWARD]
+
+
+def test_a_sum_has_exponentials_of_its_own() -> None:
+    one, summed = forward_exponentials(Written())
+    assert one.args == summed.args and info(summed).made_by == "recompute"
+    assert [u.target for u in summed.users] == [aten.sum.dim_IntList]
+    assert all(u.target is not aten.sum.dim_IntList for u in one.users) and one.users
+
+
+def test_exponentials_with_one_reader_and_those_of_eager_stay() -> None:
+    assert len(forward_exponentials(Normaliser())) == 1
+    assert forward_exponentials(Written(), backend="eager") == []  # (softmax is one operator there)
+    assert len(forward_exponentials(Written(), recompute="none")) == 1
