@@ -13,6 +13,7 @@ from torch import nn
 
 import zgraph
 from zgraph.build.planned_step import programs
+from zgraph.codegen.inductor import compile_inductor
 from zgraph.codegen.partition import split
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -89,6 +90,20 @@ def test_what_has_to_be_moved_is_counted_by_hand() -> None:
     of_loops = tokens + wide + tokens + small  # x, and what the two products give, are read
     of_loops += tokens + wide + tokens  # their operands and the result are written
     assert of_loops <= least.rest <= of_loops + 16, "(a seed is read)"
+
+
+def test_places_are_the_operators_between_library_calls() -> None:
+    with torch.device("meta"):
+        module, x = Small(), torch.empty(8, 16, 64)
+    program = split(programs(module, zgraph.Plan(mesh={"dp": 1}), (x,), 1).program).forward
+    fusions = [fusions for place in kernel_counts.places(program) if (fusions := kernel_counts.fusions_of(place))]
+    names = kernel_counts.NORM, kernel_counts.ACTIVATION, kernel_counts.DROPOUT
+    assert sorted(fusions, key=str) == sorted(({name} for name in names), key=str), "(the mask is a place without a name)"
+    with kernel_counts.generating() as generated:
+        compile_inductor(program, {})
+    counts = kernel_counts.counts(program, generated)
+    assert counts.library == 2
+    assert [(f.places, f.kernels, f.refusals) for f in counts.fusions] == [(1, 1, {})] * 3
 
 
 def test_other_library_calls_than_the_programs_are_refused() -> None:

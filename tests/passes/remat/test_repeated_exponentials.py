@@ -1,7 +1,8 @@
-"""A softmax that is written out has exponentials for its sum and others for its result on CPU, where Inductor would store them."""
+"""A softmax that is written out has exponentials for its sum and others for its result on CPU, where Inductor would store them; numbers stay."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -49,3 +50,17 @@ def test_exponentials_with_one_reader_and_those_of_eager_stay() -> None:
     assert len(forward_exponentials(Normaliser())) == 1
     assert forward_exponentials(Written(), backend="eager") == []  # (softmax is one operator there)
     assert len(forward_exponentials(Written(), recompute="none")) == 1
+
+
+@pytest.mark.inductor
+def test_numbers_are_those_of_plain_pytorch() -> None:
+    torch.manual_seed(0)
+    model, x = Written(), 3 * torch.randn(2, 40, 16)  # (40: a vector of 16 and a rest)
+    model(x).square().sum().backward()
+    wanted = [model(x).detach(), *(p.grad for p in model.parameters())]
+    model.zero_grad()
+    compiled = zgraph.compile(model, zgraph.Plan())
+    result = compiled(x)
+    result.square().sum().backward()
+    actual = [result.detach(), *(p.grad.full_tensor() for p in model.parameters())]
+    torch.testing.assert_close(actual, wanted)
