@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -54,13 +56,16 @@ def test_exponentials_with_one_reader_and_those_of_eager_stay() -> None:
 
 @pytest.mark.inductor
 def test_numbers_are_those_of_plain_pytorch() -> None:
+    """By norm: these scores reach 100, so single elements of gradients cancel."""
     torch.manual_seed(0)
     model, x = Written(), 3 * torch.randn(2, 40, 16)  # (40: a vector of 16 and a rest)
-    model(x).square().sum().backward()
-    wanted = [model(x).detach(), *(p.grad for p in model.parameters())]
-    model.zero_grad()
+    exact = copy.deepcopy(model).double()
     compiled = zgraph.compile(model, zgraph.Plan())
-    result = compiled(x)
-    result.square().sum().backward()
-    actual = [result.detach(), *(p.grad.full_tensor() for p in model.parameters())]
-    torch.testing.assert_close(actual, wanted)
+    results = [exact(x.double()), compiled(x)]
+    for result in results:
+        result.square().sum().backward()
+    wanted, actual = [
+        [r.detach(), *(p.grad for p in m.parameters())] for r, m in zip(results, (exact, compiled), strict=True)
+    ]
+    for one, other in zip(wanted, actual, strict=True):
+        assert float((other.double() - one).norm() / one.norm()) < 1e-5
