@@ -98,7 +98,9 @@ def test_places_are_the_operators_between_library_calls() -> None:
     program = split(programs(module, zgraph.Plan(mesh={"dp": 1}), (x,), 1).program).forward
     fusions = [fusions for place in kernel_counts.places(program) if (fusions := kernel_counts.fusions_of(place))]
     names = kernel_counts.NORM, kernel_counts.ACTIVATION, kernel_counts.DROPOUT
-    assert sorted(fusions, key=str) == sorted(({name} for name in names), key=str), "(the mask is a place without a name)"
+    assert sorted(fusions, key=str) == sorted(({name} for name in names), key=str), (
+        "(the mask is a place without a name)"
+    )
     with kernel_counts.generating() as generated:
         compile_inductor(program, {})
     counts = kernel_counts.counts(program, generated)
