@@ -7,7 +7,6 @@ only with other options.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from zgraph.errors import UnsupportedError
@@ -117,8 +116,3 @@ def refuse_of_optimizer(name: str) -> NoReturn:
         why="DeepSpeed's optimizers keep flat partitions and buckets of their own, of which a compiled update has none",
         hint="param_groups and state; deepspeed.utils.safe_get_full_fp32_param(param), safe_get_full_grad, safe_get_full_optimizer_state",
     )
-
-
-def absent(module: str, names: Mapping[str, tuple[str, str]]) -> dict[str, Absent]:
-    """Return the stand-ins of a module of DeepSpeed's ("zero"), by name; `names` has (why, what to do) of each."""
-    return {name: Absent(f"{module}.{name}", why, hint) for name, (why, hint) in names.items()}

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from zgraph.build.planned_step import Inputs
+from zgraph.deepspeed.absent_names import Absent
 from zgraph.deepspeed.translate import plan
 from zgraph.units import shown_bytes
 
@@ -25,6 +26,16 @@ _OPTIONS: dict[int, tuple[tuple[str, ...], ...]] = {  # what may be offloaded, b
     2: (("optimizer",), ()),
     3: (("parameters", "optimizer"), ("optimizer",), ()),
 }
+
+
+_BY_NUMBER = (
+    "what is stored depends on the model's parameters, not on their number alone",
+    "the estimates of these names that end in _all_live(model) or _all_cold(…); zgraph.forecast",
+)
+estimate_zero2_model_states_mem_needs = Absent(
+    "runtime.zero.stage_1_and_2.estimate_zero2_model_states_mem_needs", *_BY_NUMBER
+)
+estimate_zero3_model_states_mem_needs = Absent("runtime.zero.stage3.estimate_zero3_model_states_mem_needs", *_BY_NUMBER)
 
 
 @dataclass(frozen=True)

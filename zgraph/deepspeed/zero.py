@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from zgraph.api.full_weights import full_weights
-from zgraph.deepspeed.absent_names import absent
+from zgraph.deepspeed.absent_names import Absent
 from zgraph.deepspeed.comm import init_distributed
 from zgraph.deepspeed.deferred_init import deferred, materialise
 from zgraph.deepspeed.utils.logging import no_effect
@@ -45,20 +45,15 @@ _TILES = (
     "a product is divided by a pass, which changes no module",
     '"zgraph": {"tiles": …} in the configuration (docs/features/tiles.md)',
 )
-_ABSENT = absent(
-    "zero",
-    {
-        "TiledLinear": _TILES,
-        "TiledLinearReturnBias": _TILES,
-        "DeepSpeedZeRoOffload": (
-            "gathers and releases are in the compiled program, and no module has hooks for them",
-            "initialize without an optimizer runs a model's forward on shards",
-        ),
-        "DeepSpeedTensorOverride": ("zero.Init takes no tensors of the script's in place of its own", "leave it out"),
-    },
+TiledLinear, TiledLinearReturnBias = Absent("zero.TiledLinear", *_TILES), Absent("zero.TiledLinearReturnBias", *_TILES)
+DeepSpeedZeRoOffload = Absent(
+    "zero.DeepSpeedZeRoOffload",
+    "gathers and releases are in the compiled program, and no module has hooks for them",
+    "initialize without an optimizer runs a model's forward on shards",
 )
-TiledLinear, TiledLinearReturnBias = _ABSENT["TiledLinear"], _ABSENT["TiledLinearReturnBias"]
-DeepSpeedZeRoOffload, DeepSpeedTensorOverride = _ABSENT["DeepSpeedZeRoOffload"], _ABSENT["DeepSpeedTensorOverride"]
+DeepSpeedTensorOverride = Absent(
+    "zero.DeepSpeedTensorOverride", "zero.Init takes no tensors of the script's in place of its own", "leave it out"
+)
 
 
 class ZeroParamType(Enum):

@@ -2,7 +2,7 @@
 
 from enum import IntEnum
 
-from zgraph.deepspeed.absent_names import absent
+from zgraph.deepspeed.absent_names import Absent
 
 __all__ = ["DeepSpeedZeroConfig", "ZeroStageEnum", "get_zero_config", "read_zero_config_deprecated"]
 
@@ -21,9 +21,6 @@ _PLAN = (
     "a configuration is a plan here",
     "zgraph.deepspeed.plan(config, world=N) gives the plan and the report on the configuration",
 )
-_ABSENT = absent(
-    "runtime.zero.config",
-    dict.fromkeys(("DeepSpeedZeroConfig", "get_zero_config", "read_zero_config_deprecated"), _PLAN),
-)
-DeepSpeedZeroConfig, get_zero_config = _ABSENT["DeepSpeedZeroConfig"], _ABSENT["get_zero_config"]
-read_zero_config_deprecated = _ABSENT["read_zero_config_deprecated"]
+DeepSpeedZeroConfig = Absent("runtime.zero.config.DeepSpeedZeroConfig", *_PLAN)
+get_zero_config = Absent("runtime.zero.config.get_zero_config", *_PLAN)
+read_zero_config_deprecated = Absent("runtime.zero.config.read_zero_config_deprecated", *_PLAN)

@@ -2,7 +2,7 @@
 
 from enum import StrEnum
 
-from zgraph.deepspeed.absent_names import absent
+from zgraph.deepspeed.absent_names import Absent
 
 __all__ = [
     "DeepSpeedZeroOffloadOptimizerConfig",
@@ -34,9 +34,5 @@ _PLAN = (
     "a configuration is a plan here",
     "`offload` of a plan, or the sections offload_optimizer and offload_param of the configuration",
 )
-_ABSENT = absent(
-    "runtime.zero.offload_config",
-    dict.fromkeys(("DeepSpeedZeroOffloadOptimizerConfig", "DeepSpeedZeroOffloadParamConfig"), _PLAN),
-)
-DeepSpeedZeroOffloadOptimizerConfig = _ABSENT["DeepSpeedZeroOffloadOptimizerConfig"]
-DeepSpeedZeroOffloadParamConfig = _ABSENT["DeepSpeedZeroOffloadParamConfig"]
+DeepSpeedZeroOffloadOptimizerConfig = Absent("runtime.zero.offload_config.DeepSpeedZeroOffloadOptimizerConfig", *_PLAN)
+DeepSpeedZeroOffloadParamConfig = Absent("runtime.zero.offload_config.DeepSpeedZeroOffloadParamConfig", *_PLAN)
