@@ -168,6 +168,11 @@ class PassContext:
     schedule: Costs | None = None  # what transfers are scheduled by; None: `costs`
 
     @property
+    def transfer_costs(self) -> Costs:
+        """What transfers are scheduled by."""
+        return self.schedule or self.costs
+
+    @property
     def keeps_weights(self) -> bool:
         """Whether gathered weights stay until the update (ZeRO stages 1 and 2)."""
         return self.training and self.plan.zero in (1, 2)
@@ -379,7 +384,7 @@ def _overlap_options(context: PassContext) -> OverlapOptions:
         reduce_bytes=choice.reduce if early.reduce_bytes is None else early.reduce_bytes,
         ahead=early.enabled,
         beside=beside,
-        costs=context.schedule or context.costs,
+        costs=context.transfer_costs,
         order=context.order,
     )
 
@@ -399,8 +404,9 @@ def _offloads(context: PassContext) -> Decision:
 def _offload_options(context: PassContext) -> OffloadOptions:
     offloaded = context.plan.offload
     tier = offloaded.tier("activations") if context.training else None
-    costs = context.schedule or context.costs
-    return OffloadOptions(tier, context.choice.away, offloaded.least_bytes, offloaded.staging_bytes, costs)
+    return OffloadOptions(
+        tier, context.choice.away, offloaded.least_bytes, offloaded.staging_bytes, context.transfer_costs
+    )
 
 
 STEP_PASSES: tuple[PassRow[PassContext], ...] = (

@@ -28,7 +28,7 @@ from zgraph.build.reschedule import Rescheduled, reschedule
 from zgraph.build.step_program import Entry, StepProgram
 from zgraph.codegen.instrumented import Stopwatch, Timed
 from zgraph.machine.measured_costs import named_hardware
-from zgraph.machine.operator_times import Sample, operator_table, samples
+from zgraph.machine.operator_times import Sample, operator_table, samples, slowest_samples
 from zgraph.passes.analysis.costs import Costs
 from zgraph.program.program import STAGE_DIM
 from zgraph.runtime.rank import Rank
@@ -153,8 +153,8 @@ class AdaptedSchedule:
         if len({times.operators for times in ranks}) > 1:
             self._end("it stays as it is: ranks have timed different operators")
             return
-        slowest = [max(same) for same in zip(*(times.seconds for times in ranks), strict=True)]
-        table = operator_table([replace(row, seconds=most) for row, most in zip(rows, slowest, strict=True)])
+        timed = [[replace(r, seconds=s) for r, s in zip(rows, times.seconds, strict=True)] for times in ranks]
+        table = operator_table(slowest_samples(timed))
         hardware = step.context.costs.hardware.model_copy(update={"operators": table})
         self._before = {"step": max(times.step for times in ranks)}
         costs, update = replace(step.context.costs, hardware=hardware), max(times.update for times in ranks)
