@@ -371,6 +371,10 @@ def test_an_optimizer_that_has_states_before_its_first_step():
     plainly(plain, stepped, rows(1), 1)
     with pytest.raises(StepError, match="has made steps already"):
         initialized(plain, optimizer=stepped)
+    changed = torch.optim.Adagrad(plain.parameters())
+    changed.state[plain[0].weight]["sum"].fill_(0.5)
+    with pytest.raises(StepError, match="or its states were changed"):
+        initialized(plain, optimizer=changed)
 
 
 @pytest.mark.inductor

@@ -106,9 +106,14 @@ def record_of(optimizer: torch.optim.Optimizer, names: Sequence[Sequence[str]]) 
     kind = _KINDS.get(type(optimizer))
     if kind is None:
         return None
-    if any(map(_has_stepped, optimizer.state.values())):
+    if any(
+        _has_states(optimizer.state[p], group)
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if p in optimizer.state
+    ):
         raise StepError(
-            "the optimizer has made steps already",
+            "the optimizer has made steps already, or its states were changed",
             why="its states become shards of the ranks, and begin with the first update",
             hint="pass a new optimizer; a checkpoint that has the states can be loaded afterwards",
         )
@@ -116,9 +121,10 @@ def record_of(optimizer: torch.optim.Optimizer, names: Sequence[Sequence[str]]) 
     return with_groups(kind(**values[0]), list(zip(names, values, strict=True))[1:])
 
 
-def _has_stepped(state: Mapping[str, Any]) -> bool:
-    """Return whether a parameter's state is of an update: Adagrad has states, of step 0, before its first."""
-    return bool(state) and bool(state.get("step", True))
+def _has_states(state: Mapping[str, Any], group: Mapping[str, Any]) -> bool:
+    """Return whether a parameter has states that a plan's optimizer does not begin with. (Adagrad has some before its first step.)"""
+    begins = {"step": 0, "sum": group.get("initial_accumulator_value")}
+    return any(key not in begins or bool(torch.as_tensor(value).ne(begins[key]).any()) for key, value in state.items())
 
 
 def with_groups(
