@@ -123,7 +123,7 @@ def record_of(optimizer: torch.optim.Optimizer, names: Sequence[Sequence[str]]) 
 
 def _has_states(state: Mapping[str, Any], group: Mapping[str, Any]) -> bool:
     """Return whether a parameter has states that a plan's optimizer does not begin with. (Adagrad has some before its first step.)"""
-    begins = {"step": 0, "sum": group.get("initial_accumulator_value")}
+    begins: dict[str, Any] = {"step": 0, "sum": group.get("initial_accumulator_value")}
     return any(key not in begins or bool(torch.as_tensor(value).ne(begins[key]).any()) for key, value in state.items())
 
 
