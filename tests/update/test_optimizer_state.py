@@ -413,3 +413,29 @@ def test_states_of_shards_can_be_changed(two, zero):
     for plain, mine in two.run(changed_on_ranks, zero):
         for a, b in zip(mine, plain, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+# -- groups -------------------------------------------------------------------------------------------------------------
+def test_groups_are_in_the_plans_order_behind_all_other_parameters():
+    """As in torch's optimizers, so that a scheduler's numbers for each group are those of the same parameters."""
+    plain, model = Net(), Net()
+    names = [["b.weight"], ["b.bias", "a.weight"], ["a.bias"]]  # (the module's order is another)
+    params = dict(plain.named_parameters())
+    numbers = [{"lr": 0.3}, {"lr": 0.1}, {"lr": 0.3}]
+    theirs = torch.optim.SGD(
+        [{"params": [params[n] for n in group], **given} for group, given in zip(names, numbers, strict=True)],
+        foreach=False,
+    )
+    groups = tuple(zgraph.ParamGroup(match=tuple(n), **given) for n, given in zip(names[1:], numbers[1:], strict=True))
+    zgraph.compile(model, zgraph.Plan(backend="eager", optimizer=zgraph.SGD(lr=0.3, groups=groups)))
+    ours = model.zgraph.optimizer
+    assert [sorted(group["names"]) for group in ours.param_groups] == [sorted(group) for group in names]
+    each = [lambda n: 0.5**n, lambda n: 1.0, lambda n: 0.1**n]
+    schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, each) for optimizer in (theirs, ours)]
+    for seed in range(3):
+        for one, optimizer, schedule in zip((plain, model), (theirs, ours), schedules, strict=True):
+            optimizer.zero_grad()
+            one(batch(seed)).backward()
+            optimizer.step()
+            schedule.step()
+        assert all(torch.equal(p, q) for p, q in zip(plain.parameters(), model.parameters(), strict=True))

@@ -51,13 +51,14 @@ def copy_state(mine: torch.Tensor, value: torch.Tensor) -> None:
 class PlanOptimizer(torch.optim.Optimizer):
     """The optimizer of a compiled model: `model.zgraph.optimizer`.
 
-    `param_groups` has one group for each group of the plan that has parameters: "params", "names" and the fields of
-    its record ("lr", "betas", …). In a pipeline every rank has the groups of the whole model, with all their names
-    (`members`), and in "params" only its `own` parameters. A number that the program takes (rates, betas, decay, …)
-    may be changed at any time; nothing is compiled again. Other fields can't be changed (`maximize`, say), nor can a
-    weight decay or momentum that was zero in the plan become another number, since the program has no such operation:
-    `PlanError` at the next step. A plan's `lr_schedule` sets what it schedules before each step. `state_dict()` and
-    `load_state_dict()` are torch's, so torch.distributed.checkpoint works; half precision's loss scale is not in them.
+    `param_groups` has one group for each group of the plan that has parameters, in the plan's order behind the one of all
+    other parameters: "params", "names" and the fields of its record ("lr", "betas", …). In a pipeline every rank has the
+    groups of the whole model, with all their names (`members`), and in "params" only its `own` parameters. A number that
+    the program takes (rates, betas, decay, …) may be changed at any time; nothing is compiled again. Other fields can't be
+    changed (`maximize`, say), nor can a weight decay or momentum that was zero in the plan become another number, since the
+    program has no such operation: `PlanError` at the next step. A plan's `lr_schedule` sets what it schedules before each
+    step. `state_dict()` and `load_state_dict()` are torch's, so torch.distributed.checkpoint works; half precision's loss
+    scale is not in them.
 
     The next step takes over what was written to `state` or removed from it: it copies tensors, and restarts states
     that are gone, as torch does. Hooks of `step()` run with every step, those of `train_step` too. Parameters stay in
@@ -76,7 +77,7 @@ class PlanOptimizer(torch.optim.Optimizer):
         self._behind = updater
         self._complete = False
         self._newer: PlanOptimizer | None = None
-        self._records = {m.group: m.record for m in members}
+        self._records = dict(sorted({m.group: m.record for m in members}.items()))
         self._fixed: dict[int, dict[str, Any]] = {}
         groups = []
         for number, record in self._records.items():

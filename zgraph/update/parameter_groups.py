@@ -44,8 +44,9 @@ def members_of(module: nn.Module, specs: dict[str, ParamSpec], optimizer: Any) -
     """Return every parameter that the optimizer may update, in the module's order; also frozen ones, which may be
     unfrozen.
 
-    `specs` are those of the whole model, also where a rank of a pipeline holds some of it: groups are numbered from 0
-    in order of use, alike on all ranks, and a pattern may match a parameter of another stage.
+    `specs` are those of the whole model, also where a rank of a pipeline holds some of it: groups are numbered from 0,
+    alike on all ranks, and a pattern may match a parameter of another stage. Parameters that no group of the plan matches
+    come first, then the plan's groups in its order, as in an optimizer of torch's: schedulers have numbers for each group.
 
     Raises `PlanError` for a parameter that two groups match, a group that matches none, and a complex parameter.
     """
@@ -53,8 +54,7 @@ def members_of(module: nn.Module, specs: dict[str, ParamSpec], optimizer: Any) -
         raise fault
     records = [(_patterns(g), g) for g in optimizer.groups]
     known = parameter_names(module)
-    groups: dict[Any, int] = {}
-    members: list[Member] = []
+    keyed: list[tuple[str, Any, Any]] = []  # (name, record, what its group is told by)
     for name, spec in specs.items():
         if not spec.dtype.is_floating_point:
             continue
@@ -71,11 +71,13 @@ def members_of(module: nn.Module, specs: dict[str, ParamSpec], optimizer: Any) -
             record = record.model_copy(update={"weight_decay": 0.0})
         record = record.model_copy(update={"groups": ()})
         key = (
-            matching[0] if matching else None,
+            matching[0] if matching else -1,
             record,
         )  # (groups with equal numbers stay apart: a user may change one of them)
-        members.append(Member(name, record, groups.setdefault(key, len(groups))))
-    return members
+        keyed.append((name, record, key))
+    in_order = sorted(dict.fromkeys(key for _, _, key in keyed), key=lambda key: key[0])
+    numbers = {key: number for number, key in enumerate(in_order)}
+    return [Member(name, record, numbers[key]) for name, record, key in keyed]
 
 
 def faults_of(specs: dict[str, ParamSpec], optimizer: Any, module: nn.Module) -> Iterator[PlanError]:
