@@ -7,10 +7,10 @@ ranks. Counted is the anonymous memory of each process (`RssAnon`, sampled each 
 model is loaded twice first, so that what Python imports is not counted. The goal is a rank's share of the weights and the largest tensor.
 
 *Whole weights.* The same kind of model with a quarter of the layers on two ranks: entering and leaving `zgraph.full_weights`, all of
-`zgraph.stream_weights`, and `full_tensor()` of each parameter in turn (all of them kept, as in `full_weights`; or one at a time, as in a
-stream), in an order that alternates; medians. All tensors are compared bit for bit. Peaks are measured as above in rounds of their own: that of
-a stream beside its `max_bytes`, or one and a half of the largest tensor where that is more; that of `full_weights` beside the whole weights
-and what one gather may take.
+`zgraph.stream_weights`, both for all ranks and for the first alone, and `full_tensor()` of each parameter in turn (all of them kept, as in
+`full_weights`; or one at a time, as in a stream), in an order that alternates; medians. All tensors are compared bit for bit. Peaks are
+measured as above in rounds of their own: that of a stream beside its `max_bytes`, or one and a half of the largest tensor where that is more;
+that of `full_weights` beside the whole weights and what one gather may take.
 """
 
 from __future__ import annotations
@@ -148,12 +148,12 @@ def gathering(rank: int, ranks: int, where: str, rounds: int, max_bytes: int) ->
     model = zgraph.load_pretrained(transformers.LlamaForCausalLM, f"{where}/half", zgraph.Plan(backend="eager", zero=3))
     params = dict(model.named_parameters())
 
-    def whole() -> None:
-        with zgraph.full_weights(model):
+    def whole(ranks: list[int] | None = None) -> None:
+        with zgraph.full_weights(model, ranks=ranks):
             pass
 
-    def stream() -> None:
-        for _ in zgraph.stream_weights(model, max_bytes=max_bytes):
+    def stream(ranks: list[int] | None = None) -> None:
+        for _ in zgraph.stream_weights(model, ranks=ranks, max_bytes=max_bytes):
             pass
 
     def each() -> None:
@@ -167,8 +167,10 @@ def gathering(rank: int, ranks: int, where: str, rounds: int, max_bytes: int) ->
     del expected
     ways: dict[str, Callable[[], Any]] = {
         "full_weights": whole,
+        "full_weights, ranks=[0]": lambda: whole([0]),
         "full_tensor, kept": lambda: [param.full_tensor() for param in params.values()],
         "stream_weights": stream,
+        "stream_weights, ranks=[0]": lambda: stream([0]),
         "full_tensor": each,
     }
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
@@ -234,12 +236,14 @@ def write(loads: list[dict[str, int]], found: dict[str, Any], options: argparse.
         f"| | s | of `full_tensor()` each, goal {GOAL} | processor s | of its | peak MB | bound MB |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
-    for name, beside in (("full_weights", "full_tensor, kept"), ("stream_weights", "full_tensor")):
-        (took, used), (other, theirs) = found["times"][name], found["times"][beside]
-        lines.append(
-            f"| {name} | {took:.3f} | {took / other:.2f} ({'met' if took / other <= GOAL else 'missed'}) | "
-            f"{used:.3f} | {used / theirs:.2f} | {found['peaks'][name] / 1e6:.0f} | {bounds[name] / 1e6:.0f} |"
-        )
+    for call, beside in (("full_weights", "full_tensor, kept"), ("stream_weights", "full_tensor")):
+        other, theirs = found["times"][beside]
+        for name in (call, f"{call}, ranks=[0]"):
+            took, used = found["times"][name]
+            lines.append(
+                f"| {name} | {took:.3f} | {took / other:.2f} ({'met' if took / other <= GOAL else 'missed'}) | "
+                f"{used:.3f} | {used / theirs:.2f} | {found['peaks'][name] / 1e6:.0f} | {bounds[call] / 1e6:.0f} |"
+            )
         lines.append(f"| {beside} | {other:.3f} | | {theirs:.3f} | | {found['peaks'][beside] / 1e6:.0f} | |")
     load = f"{os.getloadavg()[1]:.0f} processes wanted to run in the last five minutes"
     lines += ["", f"Conditions: {machine.conditions()}, one thread a rank; {load}.", ""]

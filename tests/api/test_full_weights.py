@@ -110,6 +110,45 @@ def on_one_rank(plan: dict[str, Any]) -> tuple[int, int]:
     return len(weights), len(optimizer)
 
 
+def weights_on(ranks: list[int] | None) -> list[int]:
+    """How many weights this rank got, in `full_weights` and in a stream, where only these ranks need them; they are the plain model's."""
+    plain, rows = Odd(), torch.arange(28.0).reshape(4, 7) / 10
+    made = zgraph.compile(Odd(), plan_of({"zero": 3}))
+    expected = plain.state_dict()
+    with zgraph.full_weights(made, ranks=ranks), torch.no_grad():
+        whole = [n for n, p in made.named_parameters() if torch.equal(p, expected[n])] if made.zgraph.whole else []
+        assert not whole or torch.equal(made(rows), plain(rows))
+    streamed = [n for n, value in zgraph.stream_weights(made, ranks=ranks) if torch.equal(value, expected[n])]
+    torch.testing.assert_close(made(rows), plain(rows))
+    return [len(whole), len(streamed)]
+
+
+@pytest.mark.gloo
+def test_ranks_that_need_none_of_the_weights_are_sent_none(two: Ranks):
+    everything, same = two.run(weights_on, None)
+    assert everything == same and min(everything) > 10
+    assert two.run(weights_on, [1]) == [[0, 0], everything]
+    assert two.run(weights_on, [1, 0]) == [everything] * 2
+    assert weights_on([0]) == everything  # (in one process)
+
+
+def no_ranks() -> list[str]:
+    made = zgraph.compile(Odd(), plan_of({"zero": 3}))
+    said = []
+    for options in ({"ranks": []}, {"ranks": [2]}, {"ranks": [0], "by_block": True}):
+        with pytest.raises(PlanError) as caught, zgraph.full_weights(made, **options):
+            pass
+        said.append(str(caught.value))
+    return said
+
+
+@pytest.mark.gloo
+def test_ranks_that_are_none_are_refused(two: Ranks):
+    for empty, beyond, blocks in two.run(no_ranks):
+        assert "ranks=[]" in empty and "ranks=[2] are not of the 2 ranks" in beyond and "from 0 to 1" in beyond
+        assert "either ranks or by_block" in blocks
+
+
 def inside(plan: dict[str, Any]) -> bool:
     plain, rows = Odd(), torch.arange(28.0).reshape(4, 7) / 10
     made = zgraph.compile(Odd(), plan_of(plan, optimizer=zgraph.SGD(lr=0.1)))

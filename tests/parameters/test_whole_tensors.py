@@ -31,8 +31,10 @@ def whole(shape: tuple[int, ...], dtype: torch.dtype, turned: bool) -> torch.Ten
     return made.transpose(0, -1).contiguous().transpose(0, -1) if turned else made
 
 
-def cut_in_all_ways(sizes: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> bool:
-    """Compare whole tensors with those that were cut, in buckets of all sizes, sent in both ways."""
+def cut_in_all_ways(
+    sizes: tuple[int, ...], dtypes: tuple[torch.dtype, ...], some: tuple[tuple[int, ...] | None, ...] = (None,)
+) -> bool:
+    """Compare whole tensors with those that were cut, in buckets of all sizes, sent in both ways, to all ranks or to some."""
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("tp", "dp")[-len(sizes) :])
     tensors, given = [], []
     for at, (shape, dtype) in enumerate(itertools.product(SHAPES, dtypes)):
@@ -41,11 +43,15 @@ def cut_in_all_ways(sizes: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> 
             given.append(distribute_tensor(tensors[-1], mesh, placements, src_data_rank=None))
     known = process_groups.backend_of
     try:
-        for backend, packed, most in itertools.product(("gloo", "other"), (1, 64, 2**20), (2**9, 2**28)):
+        ways = itertools.product(("gloo", "other"), (1, 64, 2**20), (2**9, 2**28), some)
+        for backend, packed, most, ranks in ways:
             process_groups.backend_of = lambda *_, name=backend: (name, 0)
             whole_tensors.UNPACKED = packed
-            found = gathered([Wanted(t, t.dtype) for t in given], CPU, most)
+            found = gathered([Wanted(t, t.dtype) for t in given], CPU, most, ranks=ranks)
             for made, tensor, cut in zip(found, tensors, given, strict=True):
+                if ranks is not None and dist.get_rank() not in ranks:
+                    assert made is None
+                    continue
                 assert type(made) is torch.Tensor and made.dtype is tensor.dtype, (tensor.shape, cut)
                 assert equal_bits(made, tensor), (tensor.shape, tensor.dtype, cut.placements, backend, packed)
                 divided = tensor.numel() and any(isinstance(p, Shard) for p in cut.placements)
@@ -68,6 +74,13 @@ def test_four_ranks_have_what_was_cut_twice(four: Ranks):
 @pytest.mark.gloo
 def test_four_ranks_of_one_dimension_have_what_was_cut(four: Ranks):
     assert four.run(cut_in_all_ways, (4,), DTYPES[:1]) == [True] * 4
+
+
+@pytest.mark.gloo
+def test_ranks_that_need_whole_tensors_have_them_and_others_nothing(two: Ranks, four: Ranks):
+    assert two.run(cut_in_all_ways, (2,), DTYPES[:1], ((0,), (1,))) == [True] * 2
+    assert four.run(cut_in_all_ways, (2, 2), DTYPES[:1], ((0,), (1, 2), (0, 1), (3, 1, 2))) == [True] * 4
+    assert four.run(cut_in_all_ways, (4,), DTYPES[:1], ((3,), (0, 2))) == [True] * 4
 
 
 def others(_: None) -> list[bool]:
@@ -113,6 +126,34 @@ def transfers(_: None) -> list[int]:
     finally:
         dist.broadcast = broadcast
     return found
+
+
+def received(ranks: tuple[int, ...] | None) -> int:
+    """The bytes that this rank receives of a matrix of 64 KB on two ranks."""
+    mesh, came = init_device_mesh("cpu", (2,)), []
+    cut = distribute_tensor(torch.arange(2.0**14).reshape(128, 128), mesh, [Shard(0)], src_data_rank=None)
+    broadcast, exchange = dist.broadcast, dist.batch_isend_irecv
+
+    def noted(tensor, *args, **options):
+        came.extend([tensor.nbytes] * (options["group_src"] != dist.get_rank()))
+        return broadcast(tensor, *args, **options)
+
+    def exchanged(messages):
+        came.extend(m.tensor.nbytes for m in messages if m.op is dist.irecv)
+        return exchange(messages)
+
+    dist.broadcast, dist.batch_isend_irecv = noted, exchanged
+    try:
+        assert len(list(gathered([Wanted(cut, cut.dtype)], CPU, ranks=ranks))) == 1
+    finally:
+        dist.broadcast, dist.batch_isend_irecv = broadcast, exchange
+    return sum(came)
+
+
+@pytest.mark.gloo
+def test_parts_are_sent_only_to_ranks_that_need_them(two: Ranks):
+    assert two.run(received, None) == [2**15, 2**15]
+    assert two.run(received, (1,)) == [0, 2**15]
 
 
 @pytest.mark.gloo

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from zgraph.api.gathered_weights import bytes_of, ready
+from zgraph.api.gathered_weights import bytes_of, ranks_of, ready
 from zgraph.parameters.whole_tensors import BUCKET, Wanted, gathered
 from zgraph.torch_compat.dtensors import local_of
 
@@ -34,9 +34,9 @@ def full_state_dict(
     `max_bytes`, or one tensor's bytes if it is larger. All ranks must call it.
     """
     runtime = ready(model, "a whole state dict")
-    asked = f"{sorted(ranks) if ranks is not None else None} {optimizer is not None} {max_bytes}"
-    runtime.everyone.vote("a whole state dict", asked)
-    gather = _Gather(runtime, ranks, torch.device(device), bytes_of(max_bytes))
+    chosen = ranks_of(runtime, ranks)
+    runtime.everyone.vote("a whole state dict", f"{chosen} {optimizer is not None} {max_bytes}")
+    gather = _Gather(runtime, chosen, torch.device(device), bytes_of(max_bytes))
     (of_model,) = gather.wholes([model.state_dict(keep_vars=True)])
     return of_model if optimizer is None else (of_model, gather.of_optimizer(optimizer))
 
@@ -48,8 +48,8 @@ def full_optimizer_state(
 
     All ranks must call it.
     """
-    runtimes = _ready(models, "an optimizer's whole state dict", ranks)
-    return _Gather(runtimes[0], ranks, torch.device("cpu"), BUCKET).of_optimizer(optimizer)
+    runtime, chosen = _ready(models, "an optimizer's whole state dict", ranks)
+    return _Gather(runtime, chosen, torch.device("cpu"), BUCKET).of_optimizer(optimizer)
 
 
 def full_tensors(
@@ -60,17 +60,19 @@ def full_tensors(
 
     It is empty on ranks that are not in `ranks`. All ranks must call it.
     """
-    runtimes = _ready(models, "whole tensors", ranks)
-    (whole,) = _Gather(runtimes[0], ranks, torch.device("cpu"), BUCKET).wholes([dict(tensors)])
+    runtime, chosen = _ready(models, "whole tensors", ranks)
+    (whole,) = _Gather(runtime, chosen, torch.device("cpu"), BUCKET).wholes([dict(tensors)])
     return whole
 
 
-def _ready(models: Sequence[nn.Module], what: str, ranks: Collection[int] | None) -> list[Runtime]:
-    """Return the runtimes of these models after their pending updates, once all ranks have asked for the same."""
+def _ready(models: Sequence[nn.Module], what: str, ranks: Collection[int] | None) -> tuple[Runtime, list[int] | None]:
+    """Return the first of these models' runtimes and the ranks that need what is gathered (None: all), after pending
+    updates, once all ranks have asked for the same."""
     runtimes = [ready(model, what) for model in models]
+    chosen = ranks_of(runtimes[0], ranks)
     for runtime in runtimes:
-        runtime.everyone.vote(what, str(sorted(ranks) if ranks is not None else None))
-    return runtimes
+        runtime.everyone.vote(what, str(chosen))
+    return runtimes[0], chosen
 
 
 def as_held(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -105,8 +107,8 @@ class _Gather:
     """The gathering of tensors in dicts, for the ranks that need them."""
 
     def __init__(self, runtime: Runtime, ranks: Collection[int] | None, device: torch.device, max_bytes: int) -> None:
-        self.runtime, self.device, self.max_bytes = runtime, device, max_bytes
-        self.here = ranks is None or not runtime.everyone.ranks or torch.distributed.get_rank() in ranks
+        self.runtime, self.ranks, self.device, self.max_bytes = runtime, ranks, device, max_bytes
+        self.here = ranks is None or torch.distributed.get_rank() in ranks
 
     def of_optimizer(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return the optimizer's whole state dict."""
@@ -120,9 +122,10 @@ class _Gather:
         that need none."""
         wanted = {id(v): v for given in dicts for v in given.values() if torch.is_tensor(v)}
         whole_tensors: dict[int, torch.Tensor] = {}
-        stream = gathered([Wanted(v, v.dtype) for v in wanted.values()], self.runtime.device, self.max_bytes)
+        given = [Wanted(v, v.dtype) for v in wanted.values()]
+        stream = gathered(given, self.runtime.device, self.max_bytes, ranks=self.ranks)
         for (key, value), whole in zip(wanted.items(), stream, strict=True):
-            if self.here:
+            if whole is not None:
                 whole_tensors[key] = _apart(whole, value, self.device)
         return [{n: whole_tensors.get(id(v), v) for n, v in given.items()} if self.here else {} for given in dicts]
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zgraph.api.gathered_weights import bytes_of, handle_of, ready
+from zgraph.api.gathered_weights import bytes_of, handle_of, ranks_of, ready
 from zgraph.checkpoint.write_pretrained import dtype_of
 from zgraph.errors import ModelError, PlanError
 from zgraph.parameters.reused_memory import ReusedMemory
@@ -41,7 +41,8 @@ def full_weights(
     whole weights take more.
 
     With `by_block` each block of the model (a member of one of its `nn.ModuleList`s) is gathered when it is called, and freed when it returns:
-    only one block is whole at a time, besides the parameters outside of blocks. All ranks must then call the same blocks in the same order.
+    only one block is whole at a time, besides the parameters outside of blocks. All ranks must then call the same blocks in the same order,
+    and `ranks` is refused.
 
     If weights were written to inside, the end of the block raises `ModelError` on all ranks, and the shards keep their values; weights that a
     rank stores whole (in one process, all of them) keep what was written, since they are the model's own memory. With `write` each rank copies
@@ -59,15 +60,12 @@ def full_weights(
         finally:
             handle.whole = None
         return
-    if write and dtype is not None:
-        raise PlanError(
-            "full_weights takes a dtype only without write=True", hint="leave dtype out: weights are written as held"
-        )
     runtime = ready(model, "whole weights")
-    asked = f"{sorted(ranks) if ranks is not None else None} {dtype} {max_bytes} {by_block} {write}"
-    runtime.everyone.vote("whole weights", asked)
-    here = ranks is None or not runtime.everyone.ranks or dist.get_rank() in ranks
-    places = _Places(runtime, dtype, keeps=here, write=write)
+    chosen = ranks_of(runtime, ranks)
+    _refuse_together(write and dtype is not None, by_block and chosen is not None)
+    runtime.everyone.vote("whole weights", f"{chosen} {dtype} {max_bytes} {by_block} {write}")
+    here = chosen is None or dist.get_rank() in chosen
+    places = _Places(runtime, dtype, chosen, write=write)
     blocks = _blocks(model) if by_block else []
     if max_bytes is not None:
         places.refuse_above(bytes_of(max_bytes), blocks)
@@ -86,6 +84,20 @@ def full_weights(
         places.settle()
 
 
+def _refuse_together(written_as_another: bool, blocks_of_some: bool) -> None:
+    """Raise `PlanError` for arguments of `full_weights` that don't go together."""
+    if written_as_another:
+        raise PlanError(
+            "full_weights takes a dtype only without write=True", hint="leave dtype out: weights are written as held"
+        )
+    if blocks_of_some:
+        raise PlanError(
+            "full_weights takes either ranks or by_block=True",
+            why="blocks are gathered by all ranks when they are called, and ranks without whole weights call nothing",
+            hint="leave ranks out; or by_block",
+        )
+
+
 @contextlib.contextmanager
 def whole_parameters(model: nn.Module, params: Collection[Any], *, write: bool = False) -> Iterator[None]:
     """Gather some of a compiled model's parameters inside the block, and refuse steps, as `full_weights` does.
@@ -100,7 +112,7 @@ def whole_parameters(model: nn.Module, params: Collection[Any], *, write: bool =
     wanted = {id(p) for p in params}
     names = [n for n, p in runtime.shards.params().items() if id(p) in wanted]
     runtime.everyone.vote("whole parameters", f"{names} {write}")
-    places = _Places(runtime, None, keeps=True, write=write)
+    places = _Places(runtime, None, None, write=write)
     with contextlib.ExitStack() as stack:
         stack.callback(places.restore)
         places.put(names)
@@ -117,16 +129,18 @@ def keep_whole(model: nn.Module) -> None:
     """Replace a compiled model's parameters by whole plain tensors for good. All ranks must call it."""
     runtime = ready(model, "whole weights")
     runtime.everyone.vote("whole weights", "for good")
-    places = _Places(runtime, None, keeps=True, write=True)
+    places = _Places(runtime, None, None, write=True)
     places.put(list(runtime.shards.params()))
 
 
 class _Places:
     """The places of a model's parameters in its modules, in which whole tensors replace them for a while."""
 
-    def __init__(self, runtime: Runtime, dtype: str | torch.dtype | None, *, keeps: bool, write: bool) -> None:
+    def __init__(
+        self, runtime: Runtime, dtype: str | torch.dtype | None, ranks: Collection[int] | None, *, write: bool
+    ) -> None:
         self.runtime = runtime
-        self.keeps, self.write = keeps, write
+        self.ranks, self.write = ranks, write
         self._given = dtype if dtype == "compute" else dtype_of(dtype)
         self._params = dict(runtime.shards.params())
         self._names = {id(p): n for n, p in self._params.items()}
@@ -174,8 +188,9 @@ class _Places:
     def put(self, names: Collection[str]) -> None:
         """Gather these parameters and put the whole tensors in their places. All ranks must call it."""
         wanted = [Wanted(self._params[n], self.dtype(n)) for n in names]
-        for name, whole in zip(names, gathered(wanted, self.runtime.device, BUCKET, self._memory), strict=True):
-            if self.keeps:
+        wholes = gathered(wanted, self.runtime.device, BUCKET, self._memory, self.ranks)
+        for name, whole in zip(names, wholes, strict=True):
+            if whole is not None:
                 param = self._params[name]
                 fresh = nn.Parameter(whole, requires_grad=param.requires_grad)
                 for table, key in self._places[name]:

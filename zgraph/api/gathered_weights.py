@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch import nn
 
 from zgraph.errors import ModelError, PlanError, UnsupportedError
@@ -44,6 +46,24 @@ def ready(model: nn.Module, what: str) -> Runtime:
     runtime.refuse_unset()
     runtime.updater.rounds.tell(what)
     return runtime
+
+
+def ranks_of(runtime: Runtime, ranks: Collection[int] | None) -> list[int] | None:
+    """Return the global numbers of the ranks that need what is gathered, in order; None for all.
+
+    Raises `PlanError` for numbers that are no ranks', or none.
+    """
+    if ranks is None:
+        return None
+    world = dist.get_world_size() if runtime.everyone.ranks else 1
+    chosen = sorted(set(ranks))
+    if not chosen or not set(chosen) <= set(range(world)):
+        raise PlanError(
+            f"ranks={list(ranks)} are not of the {world} ranks here",
+            where="ranks",
+            hint=f"global numbers from 0 to {world - 1}, at least one",
+        )
+    return None if len(chosen) == world else chosen
 
 
 def bytes_of(value: int | str) -> int:

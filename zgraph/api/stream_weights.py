@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 from torch import nn
 
-from zgraph.api.gathered_weights import bytes_of, ready
+from zgraph.api.gathered_weights import bytes_of, ranks_of, ready
 from zgraph.checkpoint import pretrained
 from zgraph.checkpoint.write_pretrained import dtype_of
 from zgraph.parameters.whole_tensors import BUCKET, Wanted, gathered
 
 
 def stream_weights(
-    model: nn.Module, *, max_bytes: int | str = BUCKET, dtype: str | torch.dtype | None = None
+    model: nn.Module,
+    *,
+    ranks: Collection[int] | None = None,
+    max_bytes: int | str = BUCKET,
+    dtype: str | torch.dtype | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, whole tensor) of every weight of a compiled model, on its device, for example for an inference engine.
 
     Names and tensors are those that `save_pretrained` writes (as in a transformers checkpoint, tied ones once), in the same
     order on all ranks. `dtype` (such as "bf16") is that of floating-point weights. Weights are gathered in buckets: at most
-    `max_bytes`, or the largest tensor, are held at a time, unless you keep them. All ranks must consume the whole stream.
+    `max_bytes`, or the largest tensor, are held at a time, unless you keep them. `ranks`: the global numbers of the ranks
+    that need them, by default all; the others only send, and yield nothing. All ranks must consume the whole stream.
     """
     runtime = ready(model, "a stream of weights")
     wanted, most = dtype_of(dtype), bytes_of(max_bytes)
@@ -29,14 +34,17 @@ def stream_weights(
     for view in pretrained.views(model):
         views.setdefault(view.source, []).append(view)
     weights = pretrained.tensors(model)
-    runtime.everyone.vote("a stream of weights", f"{most} {wanted} {len(views)} tensors")
+    chosen = ranks_of(runtime, ranks)
+    runtime.everyone.vote("a stream of weights", f"{most} {wanted} {len(views)} tensors, {chosen}")
 
     def stream() -> Iterator[tuple[str, torch.Tensor]]:
         cast = lambda t: wanted if wanted is not None and t.is_floating_point() else t.dtype  # noqa: E731
         tensors = [Wanted(weights[name], cast(weights[name])) for name in views]
-        wholes = gathered(tensors, runtime.device, most)
+        wholes = gathered(tensors, runtime.device, most, ranks=chosen)
         for named in views.values():
             whole = next(wholes)
+            if whole is None:
+                continue
             for view in named:
                 if view.sizes == tuple(whole.shape) and not view.offset:
                     yield view.name, whole
