@@ -15,6 +15,7 @@ from zgraph.names import did_you_mean
 from zgraph.passes import Contract, Pass, PassType
 from zgraph.passes.analysis.costs import Costs, hardware, hardware_like
 from zgraph.passes.canonicalize.cleanup import cleanup
+from zgraph.passes.canonicalize.compact_masks import compact_masks
 from zgraph.passes.canonicalize.inductor_prepare import inductor_prepare
 from zgraph.passes.canonicalize.known_masks import known_masks
 from zgraph.passes.canonicalize.narrow import narrow
@@ -425,6 +426,7 @@ STEP_PASSES: tuple[PassRow[PassContext], ...] = (
         _always("attention may be inside of packed documents"),
         lambda c: PackedOptions(c.plan.mesh.get(CONTEXT_DIM, 1) != 1),
     ),
+    PassRow(compact_masks, _always("a mask of attention may say the same to all queries")),
     PassRow(divide_context, _over(CONTEXT_DIM), _context_options),
     PassRow(inductor_prepare, _of("backend", lambda plan: plan.backend == "inductor")),
     PassRow(recompute, _recomputes),
