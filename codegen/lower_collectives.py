@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection
+from typing import cast
 
 import torch
 from torch import fx
@@ -79,14 +80,16 @@ def _in_place(program: Program, wait: fx.Node) -> None:
 
 
 def _as_all_to_all(program: Program, start: fx.Node, group: str, rank: int) -> None:
-    """Replace a shift to the next rank by an all-to-all: all rows are sent to the next rank and received from the one
-    before."""
-    operand, ranks = start.args[:2]
+    """Replace a shift by an all-to-all: all rows are sent to one rank, the next for a distance of 1, and received from one before."""
+    operand, ranks = start.args[0], cast(int, start.args[1])
+    distance = collectives.distance_of(start)
     rows = tensor(start).shape[0]
-    sent, received = ([rows if r == other % ranks else 0 for r in range(ranks)] for other in (rank + 1, rank - 1))  # type: ignore[operator,arg-type]
+    sent, received = (
+        [rows if r == other % ranks else 0 for r in range(ranks)] for other in (rank + distance, rank - distance)
+    )
     with program.graph.inserting_before(start):
         all_to_all = program.call(
-            collectives.ALL_TO_ALL, (operand, received, sent, group), info(start), name=f"{start.name}_to_next"
+            collectives.ALL_TO_ALL, (operand, received, sent, group), info(start), name=f"{start.name}_sent"
         )
     start.replace_all_uses_with(all_to_all)
     name = start.name

@@ -540,4 +540,29 @@ FAULTS: tuple[Fault, ...] = (
         "        if dropout and train and num_layers < number - 1:",
         ("tests/capture/test_recurrent_layers.py::test_values_are_dropped_between_layers_as_in_plain_pytorch",),
     ),
+    # -- ranks: what one of them reads, another sends -----------------------------------------------------------------
+    Fault(
+        "keys-that-all-ranks-read",
+        "ranks",
+        "of sparse attention in a ring only rows are sent that every rank reads",
+        "for place in range(ranks)]).any(0)",
+        "for place in range(ranks)]).all(0)",
+        ("tests/passes/spmd/test_sparse_ring.py::test_a_window_is_read_from_neighbours_alone",),
+    ),
+    Fault(
+        "gradients-of-keys-go-on",
+        "ranks",
+        "gradients of a hop's keys go on to the next ranks, not back to where the keys came from",
+        "distances = [self.ranks - hop.distance for hop in self.hops]",
+        "distances = [hop.distance for hop in self.hops]",
+        ("tests/passes/spmd/test_sparse_ring.py::test_hops_are_skipped_and_rows_that_nobody_reads_stay",),
+    ),
+    Fault(
+        "mask-of-the-first-rows",
+        "layout",
+        "a rank's queries get the first rows of the whole sequence's mask",
+        "    rows = _rows_of(rank.place, rank.ranks, rank.pieces, length)\n    columns",
+        "    rows = _rows_of(0, rank.ranks, rank.pieces, length)\n    columns",
+        ("tests/passes/spmd/test_sparse_ring.py::test_masks_of_the_model_hide_what_the_layout_shows",),
+    ),
 )

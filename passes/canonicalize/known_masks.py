@@ -5,7 +5,8 @@ become `is_causal`.
 for every model, whatever its batch. The pass computes it, some rows at a time where the rules of its operators let it,
 and looks at each of its elements; a mask that neither shows everything nor is causal stays as it is. Without the mask
 attention rounds otherwise, takes half the time, and can be computed by a ring. The pass looks at operators that have an
-argument `attn_mask`: those of the CPU. (On CUDA a mask chooses another operator than attention without.)
+argument `attn_mask`: those of the CPU, and sparse ones, where a mask has to hide by -inf (by any other number, a query
+that sees no key but hidden ones would see all of them). (On CUDA a mask chooses another operator than attention without.)
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from zgraph.program.aliases import is_random
 from zgraph.program.node import tensor
 from zgraph.program.program import Fact, Program
 from zgraph.program.remark import Remark
+from zgraph.program.sparse_attention import SPARSE, SPARSE_BACKWARD
 
 aten = torch.ops.aten
 
@@ -32,7 +34,10 @@ aten = torch.ops.aten
 _READ: dict[object, tuple[int, int]] = {
     cpu_attention.FORWARD: (0, 1),
     cpu_attention.BACKWARD: (1, 2),
+    SPARSE: (0, 1),
+    SPARSE_BACKWARD: (1, 2),
 }
+_SPARSE = (SPARSE, SPARSE_BACKWARD)
 
 AT_ONCE = 2**24
 """The number of elements of a mask's rows that are computed at once."""
@@ -50,21 +55,25 @@ LARGEST = 2**34
 )
 def known_masks(program: Program) -> dict[str, int]:
     counts = {"causal": 0, "none": 0}
-    kinds: dict[fx.Node, str | None] = {}
+    kinds: dict[tuple[fx.Node, bool], str | None] = {}
     for node in program.nodes:
-        mask = node.kwargs.get("attn_mask")
-        if node.target not in _READ or not isinstance(mask, fx.Node):
+        mask = _mask_of(node) if node.target in _READ else None
+        if mask is None:
             continue
-        if mask not in kinds:
-            kinds[mask] = _kind(program, mask)
-        kind = kinds[mask]
+        key = (mask, node.target in _SPARSE)
+        if key not in kinds:
+            kinds[key] = _kind(program, *key)
+        kind = kinds[key]
         sizes = tuple(tensor(node.args[at]).shape[-2] for at in _READ[node.target])  # type: ignore[arg-type]
         if kind is None or (kind == "causal" and tensor(mask).shape[-2:] != sizes):
             continue
-        node.kwargs = {k: v for k, v in node.kwargs.items() if k != "attn_mask"}
+        if node.target in _SPARSE:
+            node.update_arg(_argument(node, "attn_mask"), None)
+        else:
+            node.kwargs = {k: v for k, v in node.kwargs.items() if k != "attn_mask"}
         if kind == "causal":
             arguments = node.target._schema.arguments  # type: ignore[union-attr]
-            at = [a.name for a in arguments].index("is_causal")
+            at = _argument(node, "is_causal")
             defaults = [a.default_value for a in arguments[len(node.args) : at]]
             node.args = (*node.args[:at], *defaults, True, *node.args[at + 1 :])
         counts[kind] += 1
@@ -73,9 +82,19 @@ def known_masks(program: Program) -> dict[str, int]:
     return counts
 
 
-def _kind(program: Program, mask: fx.Node) -> str | None:
+def _argument(node: fx.Node, name: str) -> int:
+    return [a.name for a in node.target._schema.arguments].index(name)  # type: ignore[union-attr]
+
+
+def _mask_of(node: fx.Node) -> fx.Node | None:
+    """Return the mask of an attention; None if it has none."""
+    mask = node.args[_argument(node, "attn_mask")] if node.target in _SPARSE else node.kwargs.get("attn_mask")
+    return mask if isinstance(mask, fx.Node) else None
+
+
+def _kind(program: Program, mask: fx.Node, infinite: bool) -> str | None:
     """Return "causal" for a mask that hides from each query the keys behind it, "none" for one that shows everything,
-    else None.
+    else None. With `infinite` a mask has to hide by -inf.
     """
     ancestors = _made_of(mask)
     if ancestors is None or tensor(mask).dim() < 2 or not 0 < tensor(mask).numel() <= LARGEST:
@@ -84,7 +103,7 @@ def _kind(program: Program, mask: fx.Node) -> str | None:
     kinds = {"none"} | ({"causal"} if queries == keys else set())
     try:
         for first, rows in _rows(program, mask, sorted(ancestors)):
-            seen = _shown(rows)
+            seen = _shown(rows, infinite)
             before = torch.arange(keys) <= torch.arange(first, first + rows.shape[-2]).unsqueeze(1)
             if seen is None or not seen.all():
                 kinds.discard("none")
@@ -116,14 +135,14 @@ def _made_of(mask: fx.Node) -> set[fx.Node] | None:
     return ancestors
 
 
-def _shown(rows: torch.Tensor) -> torch.Tensor | None:
+def _shown(rows: torch.Tensor, infinite: bool) -> torch.Tensor | None:
     """Return which keys a mask shows, as booleans; None if it does more than show or hide."""
     if rows.dtype is torch.bool:
         return rows
     if not rows.is_floating_point():
         return None
     shown = rows == 0
-    hidden = rows <= torch.finfo(rows.dtype).min
+    hidden = rows <= (-torch.inf if infinite else torch.finfo(rows.dtype).min)
     return shown if bool((shown | hidden).all()) else None
 
 

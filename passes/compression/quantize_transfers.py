@@ -115,11 +115,11 @@ class QuantizedTransfer:
             self._replace(start, self._back(FROM_BLOCKS, start, list(self.like.shape)))
 
     def passed_on(self, arrived: dict[fx.Node, fx.Node]) -> None:
-        """Send the operand to the next rank. What was made of bytes that have `arrived` goes on as these bytes; add
+        """Send the operand to another rank. What was made of bytes that have `arrived` goes on as these bytes; add
         the value that comes to them."""
         with self.program.graph.inserting_before(self.start):
             sent = arrived.get(self.operand) or self._layout(TO_BLOCKS, (self.operand, *self.told, 1), "sent")
-            start = self._collective(collectives.SHIFT, (sent, self.ranks, self.dim), "bytes")
+            start = self._collective(collectives.SHIFT, (sent, *self.start.args[1:]), "bytes")
         with self.program.graph.inserting_before(self.wait):
             value = self._back(FROM_BLOCKS, start, list(self.like.shape), parts=1)
             arrived[value] = value.all_input_nodes[0]

@@ -4,8 +4,8 @@
 in the graph: in products of activations with weights, it is the axis of rows that is not the batch's. The placements of
 all values follow from there, as their operators allow. Attention needs whole sequences, and gets them for a part of the
 heads (all_to_all before and after it: Ulysses, Jacobs et al. 2023) where the ranks divide the heads, or computes block
-by block in a ring (`zgraph.passes.spmd.ring`). Masks, positions and the loss's mean are those of the whole sequence, as
-they stand in the graph; gradients are sums over ranks.
+by block in a ring (`zgraph.passes.spmd.ring`; where it is sparse, only what is read is sent: `sparse_ring`). Masks,
+positions and the loss's mean are those of the whole sequence, as they stand in the graph; gradients are sums over ranks.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from zgraph.passes.analysis.axes import Axes, Axis
 from zgraph.passes.contract import graph_pass
 from zgraph.passes.spmd.choose_placements import FindWay, Goal
 from zgraph.passes.spmd.divide import divide_program
-from zgraph.passes.spmd.heads_of_ranks import WAYS
+from zgraph.passes.spmd.heads_of_ranks import WAYS, way_by_heads
 from zgraph.passes.spmd.packed_ring import PACKED_RINGS, can_ring_packed, packed_ring_way
 from zgraph.passes.spmd.placements import Placements
 from zgraph.passes.spmd.ring import RINGS, ROWS, can_ring, is_causal, ring_way
 from zgraph.passes.spmd.sharding_rules import ATTENTION, RANKS, operands_of
+from zgraph.passes.spmd.sparse_ring import SPARSE_RINGS, can_ring_sparse, sparse_ring_way
 from zgraph.program import collectives
 from zgraph.program.attention_of_heads import OF_HEADS
 from zgraph.program.node import Phase, info, tensor, value
@@ -73,6 +74,7 @@ def divide_context(program: Program, options: ContextOptions) -> dict[str, int]:
     if rings:
         ways |= dict.fromkeys(RINGS, lambda placements, node: ring_way(placements, node, along))
         ways |= dict.fromkeys(PACKED_RINGS, lambda placements, node: packed_ring_way(placements, node, along))
+        ways |= dict.fromkeys(SPARSE_RINGS, lambda p, node: sparse_ring_way(p, node, along) or way_by_heads(p, node))
     placements = Placements(program, options.dim, axes, folded if rings else frozenset())
     return divide_program(placements, Goal(along=along, batch=batch, ways=ways))
 
@@ -112,7 +114,13 @@ def _by_ring(
     ranks = program.mesh[options.dim]
     every = _attention(program)
     calls = [n for n in every if any(a in along for dim in axes.shape(operands_of(n)[0]) for a in dim)]
-    able = [n for n in calls if can_ring(n, axes, along, folded) or can_ring_packed(n, axes, along)]
+    able = [
+        n
+        for n in calls
+        if can_ring(n, axes, along, folded)
+        or can_ring_packed(n, axes, along)
+        or can_ring_sparse(n, axes, along, folded)
+    ]
 
     def by_heads(node: fx.Node) -> bool:
         rule = axes.rules.get(node)
@@ -123,7 +131,8 @@ def _by_ring(
     if options.attention == "ring" and not able and (every or not options.staged):
         raise _no_ring(
             f"{len(calls)} are calls of scaled_dot_product_attention on the sequence; a mask (but that of packed documents), dropout, or other "
-            f"lengths than multiples of {2 * ranks} where it is causal stand against it"
+            f"lengths than multiples of {2 * ranks} where it is causal stand against it; against sparse attention, a mask with a gradient, or an "
+            "accelerator"
         )
     ring = options.attention == "ring" or (options.attention == "auto" and any(n in able for n in stuck))
     whole = [n for n in stuck if not (ring and n in able)]
@@ -136,7 +145,7 @@ def _by_ring(
             ranks,
             "the plan says so"
             if whole[0] in able
-            else "a mask, a sparse layout, dropout or an odd length stand against a ring",
+            else "a mask, dropout, an odd length or, where it is sparse, a mask with a gradient or an accelerator stand against a ring",
         )
     return ring
 

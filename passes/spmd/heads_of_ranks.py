@@ -21,7 +21,7 @@ from zgraph.program.node import NodeInfo, value
 from zgraph.program.sparse_attention import LAYOUT_AT
 
 
-def _way(placements: Placements, node: fx.Node) -> Strategy | None:
+def way_by_heads(placements: Placements, node: fx.Node) -> Strategy | None:
     """Return the way to compute sparse attention whose heads differ, in layouts or in what is dropped: by heads if an operand is divided, else
     whole. None where all heads are alike, or no rule."""
     rule = placements.axes.rules.get(node)
@@ -48,5 +48,5 @@ def _build(reshard: Resharder, node: fx.Node, given: list[fx.Node], record: Node
     )
 
 
-WAYS: dict[object, FindWay] = dict.fromkeys(OF_HEADS, _way)
+WAYS: dict[object, FindWay] = dict.fromkeys(OF_HEADS, way_by_heads)
 """By operator: how ranks compute it where heads have different layouts."""

@@ -120,7 +120,7 @@ class Ring:
             nothing = self._number(-torch.inf, lse)
             seen = (self._either(earlier, *x) for x in ((lse, nothing), (nothing, lse)))
             partials = [self._merged(old, (out, new_lse)) for old, new_lse in zip(partials, seen, strict=True)]
-        out, lse = (self._joined_halves(x) for x in zip(*partials, strict=True))
+        out, lse = (self._joined(x) for x in zip(*partials, strict=True))
         like = self.captured[0].dtype
         return self._cast(out, like), lse
 
@@ -177,7 +177,7 @@ class Ring:
                 first, second = (self._either(earlier, *x) for x in ((other, nothing), (nothing, other)))
                 at_keys = i > 0  # (the other block has the last queries and the first keys)
                 both = [self._sum(first, one), second] if at_keys else [first, self._sum(second, one)]
-                sums.append(self._sum(total, self._joined_halves(both)))
+                sums.append(self._sum(total, self._joined(both)))
             dq, *dkv = sums
         dkv = self._passed_on(dkv)
         likes = self.captured
@@ -201,14 +201,17 @@ class Ring:
         return [self._cast(x, tensor(given[5]).dtype) for x in gradients]
 
     # -- what both are made of ----------------------------------------------------------------------------------------
-    def _passed_on(self, values: Sequence[fx.Node]) -> list[fx.Node]:
-        """Return the values of the rank before this one. All transfers start before the first is waited for."""
+    def _passed_on(self, values: Sequence[fx.Node], distances: Sequence[int] = ()) -> list[fx.Node]:
+        """Return the values of the rank before this one, or of those that are so many places before it. All transfers
+        start before the first is waited for.
+        """
         dim, counts = self.reshard.dim, self.reshard.counts
         there = self.record.replace(role=Role.EXCHANGE, mesh_dim=dim, stream=f"comm:{dim}")
         starts = []
-        for x in values:
+        for x, distance in zip(values, distances or [1] * len(values), strict=True):
             sent = self.reshard.packed(x, self.record)
-            start = self.reshard.call(collectives.SHIFT, (sent, self.ranks, dim), there, f"{x.name}_passed")
+            told = (sent, self.ranks, dim, *([] if distance == 1 else [distance]))
+            start = self.reshard.call(collectives.SHIFT, told, there, f"{x.name}_passed")
             counts["shift"] = counts.get("shift", 0) + 1
             counts["bytes"] += int(bytes_of(tensor(sent)))
             starts.append(start)
@@ -233,10 +236,10 @@ class Ring:
         cuts = ((0, rows // 2), (rows // 2, rows))
         return [self._call(aten.slice.Tensor, (x, ROWS, *cut), "half") for cut in cuts]
 
-    def _joined_halves(self, pieces: Sequence[fx.Node]) -> fx.Node:
+    def _joined(self, pieces: Sequence[fx.Node]) -> fx.Node:
         if len(pieces) == 1:
             return pieces[0]
-        return self._call(aten.cat.default, (list(pieces), ROWS), "of_halves")
+        return self._call(aten.cat.default, (list(pieces), ROWS), "joined")
 
     def _sum(self, one: fx.Node, other: fx.Node) -> fx.Node:
         return self._call(aten.add.Tensor, (one, other), "sum")

@@ -229,10 +229,6 @@ WRONG = [
     (lambda: zgraph.Plan(attention={"*": {"kind": "bigbrd"}}), "did you mean 'bigbird'"),
     (lambda: zgraph.Plan(attention={"*": "window"}), "'window' is no sparsity of attention"),
     (
-        lambda: zgraph.Plan(attention={"*": zgraph.Fixed()}, mesh={"cp": 2}, context_attention="ring"),
-        "context_attention is a ring",
-    ),
-    (
         lambda: zgraph.Plan(attention={"*": zgraph.Fixed(different_layout_per_head=True)}, mesh={"tp": 2, "cp": 2}),
         "both mesh.tp and mesh.cp divide the heads",
     ),

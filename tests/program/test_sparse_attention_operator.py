@@ -213,7 +213,7 @@ def test_only_blocks_of_the_layout_are_computed(monkeypatch):
 
     x = torch.randn(1, 1, 512, WIDTH)
     with Watch():
-        sparse_attention._forward(x, x, x, None, True, None, zgraph.LocalWindow(block=16).model_dump_json())
+        sparse_attention.forward(x, x, x, None, True, None, zgraph.LocalWindow(block=16).model_dump_json())
     assert max(seen) == 512 * WIDTH
 
 

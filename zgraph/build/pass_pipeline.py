@@ -298,11 +298,6 @@ def _interleave_options(context: PassContext) -> InterleaveOptions:
     return InterleaveOptions(TENSOR_DIM, asked if isinstance(asked, int) else None, context.costs)
 
 
-def _takes_windows(context: PassContext) -> Decision:
-    windows = Decision(True, "a model's own masks may be sliding windows")
-    return windows.unless(context.plan.mesh.get(CONTEXT_DIM, 1) != 1, "mesh.cp divides the sequence")
-
-
 def _context_options(context: PassContext) -> ContextOptions:
     plan = context.plan
     told = None if plan.sequence_dim == "auto" else plan.sequence_dim
@@ -418,7 +413,11 @@ STEP_PASSES: tuple[PassRow[PassContext], ...] = (
         _of("attention", lambda plan: bool(plan.attention)),
         lambda c: SparseOptions(tuple(c.plan.attention.items())),
     ),
-    PassRow(sliding_windows, _takes_windows, lambda c: SlidingOptions(tuple(c.plan.attention.items()))),
+    PassRow(
+        sliding_windows,
+        _always("a model's own masks may be sliding windows"),
+        lambda c: SlidingOptions(tuple(c.plan.attention.items())),
+    ),
     PassRow(divide, _over(TENSOR_DIM), lambda c: DivideOptions(TENSOR_DIM, c.plan.sequence_parallel)),
     PassRow(known_masks, _over(CONTEXT_DIM)),
     PassRow(

@@ -517,13 +517,6 @@ CONFLICTS = (
     ),
     Conflict(
         "attention",
-        lambda plan: bool(plan.attention) and _ranks(plan, "cp") != 1 and plan.context_attention == "ring",
-        "attention is sparse, and context_attention is a ring",
-        why="a ring of ranks would send keys that no block sees",
-        hint='context_attention="heads": each rank computes whole sequences for its part of the heads',
-    ),
-    Conflict(
-        "attention",
         lambda plan: (
             all(_ranks(plan, dim) != 1 for dim in ("tp", "cp")) and any(s.heads_differ for s in plan.attention.values())
         ),

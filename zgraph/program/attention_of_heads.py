@@ -8,7 +8,6 @@ So the program is the same on each rank.
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import torch
@@ -16,7 +15,14 @@ from torch import Tensor
 
 from zgraph.plan.attention import PartOfHeads, sparsity_of
 from zgraph.program.ops import library
-from zgraph.program.sparse_attention import LAYOUT_AT, SPARSE, SPARSE_BACKWARD, SPARSE_BACKWARD_WITH_MASK, fakes
+from zgraph.program.sparse_attention import (
+    LAYOUT_AT,
+    SPARSE,
+    SPARSE_BACKWARD,
+    SPARSE_BACKWARD_WITH_MASK,
+    fakes,
+    schema_of,
+)
 
 OF_HEADS: dict[Any, Any] = {}
 """For each operator of sparse attention the one for a part of the heads."""
@@ -24,11 +30,9 @@ OF_HEADS: dict[Any, Any] = {}
 
 def _define(whole: Any, query_at: int) -> None:
     """Define the operator for a part of the heads that computes what `whole` does for all; `query_at` is the argument that is the queries."""
-    given, results = str(whole._schema).removeprefix("zgraph::").split(") -> ")
-    given = re.sub("=[^,]+", "", given)  # (what has a default may not stand before what has none)
-    of_all, arguments = given.split("(", 1)
+    of_all, given, results = schema_of(whole)
     name = f"{of_all}_of_heads"
-    library.define(f"{name}({arguments}, Tensor place, int ranks) -> {results}")
+    library.define(f"{name}({given}, Tensor place, int ranks) -> {results}")
 
     def run(*given: Any) -> tuple[Tensor, ...]:
         *arguments, place, ranks = given

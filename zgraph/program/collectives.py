@@ -7,6 +7,8 @@ Programs are so the same on every rank and at every launch; code generation puts
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import fx
 
@@ -19,7 +21,7 @@ GATHER_APART = ops.GATHER  # (into memory made for it; only in what is compiled 
 REDUCE_SCATTER = _functional.reduce_scatter_tensor.default
 ALL_REDUCE = _functional.all_reduce.default
 ALL_TO_ALL = _functional.all_to_all_single.default
-SHIFT = ops.SHIFT  # (to the next rank; an all_to_all once its groups are known)
+SHIFT = ops.SHIFT  # (to the next rank, or one behind it; an all_to_all once its groups are known)
 WAIT = _functional.wait_tensor.default
 
 # Where the group's name and size stand among the arguments of each start.
@@ -87,6 +89,11 @@ def reduce_op_of(start: fx.Node) -> str | None:
     """Return the operation of a reduction ("avg", "sum", …); None for another collective."""
     at = _REDUCE_ARG.get(start.target)  # type: ignore[call-overload]
     return None if at is None else str(start.args[at])
+
+
+def distance_of(shift: fx.Node) -> int:
+    """Return how many ranks before a rank the one is whose value it gets."""
+    return cast(int, shift.args[3]) if len(shift.args) > 3 else 1
 
 
 def known_targets() -> tuple[object, ...]:

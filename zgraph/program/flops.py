@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from zgraph.program.attention_of_heads import OF_HEADS
+from zgraph.program.attention_of_rows import OF_ROWS
 from zgraph.program.node import value
 from zgraph.program.sparse_attention import (
     LAYOUT_AT,
@@ -56,6 +57,19 @@ def _of_heads(formula: Callable[..., Any], query_at: int) -> Callable[..., Any]:
     return of_part
 
 
+def _of_rows(formula: Callable[..., Any], query_at: int) -> Callable[..., Any]:
+    """Return the operations of sparse attention of a rank's rows: its part of those of all."""
+
+    def of_part(*given: Any, **options: Any) -> Any:
+        *shapes, _, ranks, _ = given
+        length = shapes[query_at][2] * ranks
+        for at in range(query_at, query_at + 3):
+            shapes[at] = (*shapes[at][:2], length, shapes[at][3])
+        return formula(*shapes) // ranks
+
+    return of_part
+
+
 def _share(query: Any, layout: str, whole: Any) -> Any:
     """Return the operations of the blocks of a layout; a symbolic length has the share of a long one."""
     typical = (1, longest(layout, _LONG))
@@ -81,6 +95,8 @@ BEYOND_TORCH: dict[Any, Callable[..., Any]] = {
     OF_HEADS[SPARSE].overloadpacket: _of_heads(_sparse_attention, 0),
     OF_HEADS[SPARSE_BACKWARD].overloadpacket: _of_heads(_sparse_attention_backward, 1),
     OF_HEADS[SPARSE_BACKWARD_WITH_MASK].overloadpacket: _of_heads(_sparse_attention_backward, 1),
+    OF_ROWS[SPARSE].overloadpacket: _of_rows(_sparse_attention, 0),
+    OF_ROWS[SPARSE_BACKWARD].overloadpacket: _of_rows(_sparse_attention_backward, 1),
 }
 
 

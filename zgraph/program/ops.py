@@ -3,9 +3,9 @@
 `zgraph::output(x) -> y` is inserted before each output while the joint graph is traced. To AOTAutograd it makes a
 fresh tensor, so that every output has a tangent of its own, also where the model returns views of one tensor or its
 inputs. `zgraph::release(x)` says that a gathered buffer may not be read after this point; the verifier holds programs
-to it. `zgraph::shift(x, ranks, group) -> y` starts a transfer: each rank sends x to the next one of the group, the
-last one to the first, and receives y from the one before. Which ranks these are differs from rank to rank, and
-programs do not. `zgraph::gather(x, ranks, group) -> y` starts an all-gather into newly allocated memory. It runs:
+to it. `zgraph::shift(x, ranks, group, by=1) -> y` starts a transfer: each rank sends x to the next one of the group, or
+to that which is `by` behind it, the last one to the first, and receives y from the one as far before. Which ranks these
+are differs from rank to rank, and programs do not. `zgraph::gather(x, ranks, group) -> y` starts an all-gather into newly allocated memory. It runs:
 torch's functional all-gather over gloo corrupts memory (see `zgraph.codegen.lower_collectives`). `zgraph::check(x,
 message) -> y` raises `AssertionError` with the message unless x is true. It runs; y is a copy of x.
 `zgraph::region(inputs, program) -> outputs` is a part of the program whose sizes depend on values (see
@@ -22,7 +22,7 @@ from zgraph.errors import AssertionError
 library = torch.library.Library("zgraph", "DEF")
 library.define("output(Tensor x) -> Tensor")
 library.define("release(Tensor x) -> ()")
-library.define("shift(Tensor x, int ranks, str group) -> Tensor")
+library.define("shift(Tensor x, int ranks, str group, int by=1) -> Tensor")
 library.define("gather(Tensor x, int ranks, str group) -> Tensor")
 library.define("check(Tensor x, str message) -> Tensor")
 library.define("region(Tensor[] inputs, str program) -> Tensor[]")
@@ -61,7 +61,7 @@ torch.library.register_fake(
 torch.library.register_fake("zgraph::check", lambda x, message: _fresh(x), lib=library)
 torch.library.register_fake("zgraph::release", lambda x: None, lib=library)
 torch.library.register_fake("zgraph::gather", _whole, lib=library)
-torch.library.register_fake("zgraph::shift", lambda x, ranks, group: torch.empty_like(x), lib=library)
+torch.library.register_fake("zgraph::shift", lambda x, ranks, group, by=1: torch.empty_like(x), lib=library)
 torch.library.register_autograd("zgraph::output", lambda ctx, grad: grad, lib=library)
 
 OUTPUT = torch.ops.zgraph.output.default

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import re
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -162,33 +163,36 @@ def longest(layout: str, wanted: int) -> int:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class Piece:
     """What is computed at once: some heads, a row of blocks of queries (or several that see the same), and their keys."""
 
     heads: slice | Tensor  # all heads, or their indices
-    queries: slice  # positions of queries
-    keys: slice | Tensor  # positions of keys, ascending
-    places: Tensor | None  # the positions of keys, where a mask depends on them
+    queries: slice  # rows of queries
+    first: int  # the position of the first of them in the whole sequence
+    keys: slice | Tensor  # rows of keys
+    positions: slice | Tensor  # the positions of these in the whole sequence, ascending
+    masked: bool  # whether a mask depends on positions
 
 
 @functools.lru_cache(maxsize=64)
-def _pieces(layout: str, heads: int, length: int, is_causal: bool) -> tuple[_Piece, ...]:
+def pieces_of(layout: str, heads: int, length: int, is_causal: bool) -> tuple[Piece, ...]:
+    """Return the pieces of a layout for whole sequences."""
     sparsity = sparsity_of(layout)
     alike: dict[tuple[tuple[int, ...], ...], list[int]] = {}
     rows_of_heads = block_rows(layout, heads, length)
     for head, rows in enumerate(rows_of_heads):
         alike.setdefault(rows, []).append(head)
-    pieces: list[_Piece] = []
+    pieces: list[Piece] = []
     for rows, of in alike.items():
         whole = len(rows_of_heads) == 1 or (len(of) == heads and not sparsity.of_positions)
         chosen = _WHOLE if whole else torch.tensor(of)
-        pieces += _pieces_of(sparsity, rows, chosen, length, is_causal)
+        pieces += _of_heads(sparsity, rows, chosen, length, is_causal)
     return tuple(pieces)
 
 
-def _pieces_of(
+def _of_heads(
     sparsity: Sparsity, rows: Sequence[tuple[int, ...]], heads: slice | Tensor, length: int, is_causal: bool
-) -> Iterator[_Piece]:
+) -> Iterator[Piece]:
     side = sparsity.block
     if is_causal:
         rows = [tuple(block for block in row if block <= at) for at, row in enumerate(rows)]
@@ -199,16 +203,26 @@ def _pieces_of(
             last += 1
         if rows[at]:
             queries = slice(at * side, min(last * side, length))
-            places = _places(rows[at], side, length)
-            apart = int(places[-1]) - int(places[0]) + 1 != len(places)
-            keys = places if apart else slice(int(places[0]), int(places[-1]) + 1)
+            keys = as_slice(_positions(rows[at], side, length))
             masked = sparsity.of_positions or (is_causal and rows[at][-1] >= at)
-            yield _Piece(heads, queries, keys, places if masked else None)
+            yield Piece(heads, queries, queries.start, keys, keys, masked)
         at = last
 
 
-def _places(blocks: Sequence[int], side: int, length: int) -> Tensor:
+def _positions(blocks: Sequence[int], side: int, length: int) -> Tensor:
     return torch.cat([torch.arange(block * side, min((block + 1) * side, length)) for block in blocks])
+
+
+def as_slice(indices: Tensor) -> slice | Tensor:
+    """Return indices as a slice, if they are those from the first to the last, one by one."""
+    first, last = int(indices[0]), int(indices[-1])
+    in_order = last - first + 1 == len(indices) and bool((indices.diff() == 1).all())
+    return slice(first, last + 1) if in_order else indices
+
+
+def as_indices(indices: slice | Tensor) -> Tensor:
+    """Return a slice as the indices that it has."""
+    return torch.arange(indices.start, indices.stop) if isinstance(indices, slice) else indices
 
 
 @dataclass(frozen=True)
@@ -229,9 +243,9 @@ def first_head(sparsity: Sparsity) -> int:
     return sparsity.first if isinstance(sparsity, PartOfHeads) else 0
 
 
-def _pieces_at_once(layout: str, query: Tensor, is_causal: bool, dropout: _Dropout | None) -> Iterator[_Piece]:
+def _pieces_at_once(pieces: Iterable[Piece], query: Tensor, dropout: _Dropout | None) -> Iterator[Piece]:
     """Yield what is computed at once: where weights are dropped, no more than `_SCORES_AT_ONCE` scores (or one query's)."""
-    for piece in _pieces(layout, query.shape[1], query.shape[2], is_causal):
+    for piece in pieces:
         if dropout is None:
             yield piece
             continue
@@ -239,16 +253,18 @@ def _pieces_at_once(layout: str, query: Tensor, is_causal: bool, dropout: _Dropo
         keys = piece.keys.stop - piece.keys.start if isinstance(piece.keys, slice) else len(piece.keys)
         each = max(1, _SCORES_AT_ONCE // max(1, query.shape[0] * heads * keys))
         for start in range(piece.queries.start, piece.queries.stop, each):
-            yield replace(piece, queries=slice(start, min(start + each, piece.queries.stop)))
+            queries = slice(start, min(start + each, piece.queries.stop))
+            yield replace(piece, queries=queries, first=piece.first + start - piece.queries.start)
 
 
 # -- running ----------------------------------------------------------------------------------------------------------
 class _Parts:
     """The tensors of one piece."""
 
-    def __init__(self, piece: _Piece, query: Tensor, key: Tensor) -> None:
+    def __init__(self, piece: Piece, query: Tensor, key: Tensor) -> None:
         self.piece = piece
         self.rows, self.heads, self.length = query.shape[:3]
+        self.keys = key.shape[2]
         self.owners: Tensor | None = None  # for each head of the piece, the head of its keys; None for all as they are
         if isinstance(piece.heads, Tensor):
             self.owners = piece.heads // (query.shape[1] // key.shape[1])
@@ -295,29 +311,31 @@ class _Parts:
         """Return what the piece's weights are multiplied by: 0 where they are dropped."""
         piece = self.piece
         heads = torch.arange(self.heads) if isinstance(piece.heads, slice) else piece.heads
-        keys = torch.arange(piece.keys.start, piece.keys.stop) if isinstance(piece.keys, slice) else piece.keys
-        queries = torch.arange(piece.queries.start, piece.queries.stop)
-        places = (torch.arange(self.rows), heads + dropout.first, queries, keys)
+        places = (torch.arange(self.rows), heads + dropout.first, self.queries(), as_indices(piece.positions))
         return attention_dropout.left(dropout.seed, dropout.rate, places).to(dtype) * attention_dropout.factor(
             dropout.rate
         )
+
+    def queries(self) -> Tensor:
+        """Return the positions of the piece's queries."""
+        return torch.arange(self.piece.first, self.piece.first + self.piece.queries.stop - self.piece.queries.start)
 
     def mask(self, sparsity: Sparsity, attn_mask: Tensor | None, is_causal: bool, like: Tensor) -> Tensor | None:
         """Return the mask that is added to the piece's scores, None for none."""
         piece = self.piece
         added = None
         if attn_mask is not None:
-            added = attn_mask.expand(*attn_mask.shape[:-2], self.length, self.length)[..., piece.queries, :]
+            added = attn_mask.expand(*attn_mask.shape[:-2], self.length, self.keys)[..., piece.queries, :]
             added = added[..., piece.keys] if isinstance(piece.keys, slice) else added.index_select(-1, piece.keys)
             if isinstance(piece.heads, Tensor) and added.dim() == 4 and added.shape[1] != 1:
                 added = added.index_select(1, piece.heads)
-        if piece.places is None:
+        if not piece.masked:
             return added
-        queries = torch.arange(piece.queries.start, piece.queries.stop)
-        shown = piece.places <= queries.unsqueeze(1) if is_causal else None
+        queries, keys = self.queries(), as_indices(piece.positions)
+        shown = keys <= queries.unsqueeze(1) if is_causal else None
         if sparsity.of_positions:
             heads = torch.zeros(1, dtype=torch.int64) if isinstance(piece.heads, slice) else piece.heads
-            of_positions = shown_by(sparsity, heads, queries, piece.places)
+            of_positions = shown_by(sparsity, heads, queries, keys)
             shown = of_positions if shown is None else shown & of_positions
         assert shown is not None
         if added is None:
@@ -326,7 +344,7 @@ class _Parts:
         return whole.unsqueeze(0) if whole.dim() == 3 else whole
 
 
-def _forward(
+def forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -336,14 +354,17 @@ def _forward(
     layout: str,
     seed: Tensor | None = None,
     dropout_p: float = 0.0,
+    pieces: Sequence[Piece] | None = None,
 ) -> tuple[Tensor, Tensor]:
+    """Compute attention on a CPU: these pieces, or those of the layout for whole sequences."""
     out, sums = like_forward(query, key, value)
     out.zero_()
     sums.zero_()
     sparsity = sparsity_of(layout)
     refuse_changed(sparsity)
     dropout = _Dropout.of(sparsity, seed, dropout_p)
-    for piece in _pieces_at_once(layout, query, is_causal, dropout):
+    pieces = pieces_of(layout, *query.shape[1:3], is_causal) if pieces is None else pieces
+    for piece in _pieces_at_once(pieces, query, dropout):
         parts = _Parts(piece, query, key)
         mask = parts.mask(sparsity, attn_mask, is_causal, query)
         given = (parts.of_queries(query), parts.of_keys(key), parts.of_keys(value))
@@ -355,7 +376,7 @@ def _forward(
     return out, sums
 
 
-def _backward(
+def backward(
     grad_out: Tensor,
     query: Tensor,
     key: Tensor,
@@ -368,10 +389,14 @@ def _backward(
     layout: str,
     seed: Tensor | None = None,
     dropout_p: float = 0.0,
+    pieces: Sequence[Piece] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients of queries, keys and values on a CPU: from these pieces, or those of the layout for whole sequences."""
+    pieces = pieces_of(layout, *query.shape[1:3], is_causal) if pieces is None else pieces
     if seed is not None:
         read = (grad_out, query, key, value, out, logsumexp, attn_mask)
-        first, second, third = _backward_by_products(*read, is_causal, scale, layout, seed, dropout_p, learned=False)
+        options = (is_causal, scale, layout, seed, dropout_p)
+        first, second, third = _backward_by_products(*read, *options, pieces=pieces, learned=False)
         return first, second, third
     grad_query, grad_key, grad_value = like_backward(grad_out, query, key, value)
     grad_query.zero_()
@@ -380,7 +405,7 @@ def _backward(
     summed = [torch.zeros_like(x, dtype=dtype) for x in (grad_key, grad_value)]
     sparsity = sparsity_of(layout)
     refuse_changed(sparsity)
-    for piece in _pieces(layout, query.shape[1], query.shape[2], is_causal):
+    for piece in pieces:
         parts = _Parts(piece, query, key)
         mask = parts.mask(sparsity, attn_mask, is_causal, query)
         given = (
@@ -413,6 +438,7 @@ def _backward_by_products(
     layout: str,
     seed: Tensor | None = None,
     dropout_p: float = 0.0,
+    pieces: Sequence[Piece] | None = None,
     learned: bool = True,
 ) -> tuple[Tensor, ...]:
     """Return the gradients of queries, keys, values and, if it is learned, of the mask."""
@@ -424,7 +450,8 @@ def _backward_by_products(
     refuse_changed(sparsity)
     dropout = _Dropout.of(sparsity, seed, dropout_p)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    for piece in _pieces_at_once(layout, query, is_causal, dropout):
+    pieces = pieces_of(layout, *query.shape[1:3], is_causal) if pieces is None else pieces
+    for piece in _pieces_at_once(pieces, query, dropout):
         parts = _Parts(piece, query, key)
         mask = parts.mask(sparsity, attn_mask, is_causal, query)
         of_queries = [parts.of_queries(x).to(dtype) for x in (grad_out, query, out, logsumexp)]
@@ -500,8 +527,8 @@ def _like_backward_with_mask(
     return (*like_backward(grad_out, query, key, value), attn_mask.new_empty(attn_mask.shape))
 
 
-library.impl("sparse_attention", _forward, "CPU")
-library.impl("sparse_attention_backward", _backward, "CPU")
+library.impl("sparse_attention", forward, "CPU")
+library.impl("sparse_attention_backward", backward, "CPU")
 library.impl("sparse_attention_backward_with_mask", _backward_by_products, "CPU")
 fakes: dict[Any, Callable[..., tuple[Tensor, ...]]] = {
     SPARSE: like_forward,
@@ -511,6 +538,13 @@ fakes: dict[Any, Callable[..., tuple[Tensor, ...]]] = {
 """The fake implementation of each operator."""
 for _target, _fake in fakes.items():
     torch.library.register_fake(_target._schema.name, _fake, lib=library)
+
+
+def schema_of(target: Any) -> tuple[str, str, str]:
+    """Return the name, the arguments without defaults (so that others may follow), and the results of an operator, as its schema has them."""
+    given, results = str(target._schema).removeprefix("zgraph::").split(") -> ")
+    name, arguments = re.sub("=[^,]+", "", given).split("(", 1)
+    return name, arguments, results
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

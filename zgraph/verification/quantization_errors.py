@@ -76,7 +76,10 @@ class CompressedValues:
         sender, operands = self._sent[info(operand).transfer]
         dim = collectives.group_of(start)
         groups = [group_ranks(program.mesh, dim, rank) for rank in range(len(operands))]
-        self._sent[info(start).transfer] = sender, [operands[g[g.index(rank) - 1]] for rank, g in enumerate(groups)]
+        self._sent[info(start).transfer] = (
+            sender,
+            [operands[g[g.index(rank) - collectives.distance_of(start)]] for rank, g in enumerate(groups)],
+        )
 
     def _compare(self, program: Program, node: fx.Node, rank: int, value: Tensor) -> None:
         transfer = info(node).transfer
@@ -94,7 +97,8 @@ class CompressedValues:
         elif start.target is collectives.ALL_TO_ALL:
             exact, bound = (torch.cat([x.chunk(len(group))[at] for x in row]).double() for row in (sent, bounds))
         elif start.target is collectives.SHIFT:
-            exact, bound = sent[at - 1].double(), bounds[at - 1]
+            source = at - collectives.distance_of(start)
+            exact, bound = sent[source].double(), bounds[source]
         else:
             exact, bound = torch.cat(sent).double(), torch.cat(bounds)
         bound = bound + exact.abs() * torch.finfo(value.dtype).eps * len(group)  # (rounding of the sum)

@@ -154,7 +154,7 @@ class _Runner:
             sent = [part.split(list(node.args[2])) for part in parts]  # type: ignore[arg-type]
             return [torch.cat([pieces[r] for pieces in sent]) for r in range(len(parts))]
         if node.target is collectives.SHIFT:
-            return [parts[r - 1].clone() for r in range(len(parts))]
+            return [parts[r - collectives.distance_of(node)].clone() for r in range(len(parts))]
         op = collectives.reduce_op_of(node)
         total = parts[0].clone()
         for part in parts[1:]:

@@ -12,7 +12,9 @@ import zgraph
 from zgraph.build.planned_step import captured_program
 from zgraph.passes.canonicalize.cleanup import cleanup
 from zgraph.passes.canonicalize.known_masks import known_masks
+from zgraph.passes.canonicalize.sparse_attention import SparseOptions, sparse_attention
 from zgraph.program.program import Program
+from zgraph.program.sparse_attention import SPARSE
 
 LENGTH, WIDTH = 12, 8
 
@@ -112,6 +114,18 @@ def test_any_other_mask_stays(name):
     program = program_of(Masked(OTHERS[name]))
     assert not any(known_masks()(program).values())
     assert all(n.kwargs.get("attn_mask") is not None for n in attention(program))
+
+
+@pytest.mark.parametrize("name", ["booleans", "infinities", "everything", "the least number"])
+def test_of_sparse_attention_a_mask_hides_by_infinity(name):
+    """By any other number a query that sees no key but hidden ones would see all of them."""
+    program = program_of(Masked(KNOWN[name][0]))
+    sparse_attention(SparseOptions((("*", zgraph.LocalWindow(block=8)),)))(program)
+    kind = None if name == "the least number" else KNOWN[name][1]
+    assert known_masks()(program) == {"causal": 0, "none": 0} | ({kind: 2} if kind else {})
+    masks = [n.args[3 if n.target is SPARSE else 6] for n in attention(program)]
+    causal = [n.args[4 if n.target is SPARSE else 7] for n in attention(program)]
+    assert [m is None for m in masks] == 2 * [kind is not None] and causal == 2 * [kind == "causal"]
 
 
 def test_a_mask_that_is_too_large_to_be_looked_at_stays_and_says_so(monkeypatch):

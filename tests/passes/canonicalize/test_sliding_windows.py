@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import zgraph
 from zgraph.build.planned_step import programs
+from zgraph.program import collectives
 from zgraph.program.program import Program
 from zgraph.program.sparse_attention import SPARSE, SPARSE_BACKWARD
 
@@ -204,10 +205,20 @@ def test_a_plan_says_no():
     assert "sliding_windows" not in str(after(net(compared), attention={"*": zgraph.Dense()}).remarks)
 
 
-@pytest.mark.parametrize("mesh", [{"dp": 2}, {"tp": 2}], ids=str)
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"tp": 2}, {"cp": 2}], ids=str)
 def test_ranks_compute_the_same(mesh):
     result = zgraph.verify(net(compared), zgraph.Plan(backend="eager", mesh=mesh), 2, (words(),))
     assert result.ok, result
+
+
+def test_in_a_ring_ranks_send_what_the_window_shows_of_their_keys():
+    plan = zgraph.Plan(backend="eager", mesh={"cp": 2}, context_attention="ring")
+    result = zgraph.verify(net(compared), plan, 2, (words(),))
+    assert result.ok, result
+    program = programs(net(compared), plan, (words(),), 2).after("divide_context")
+    rows = {n.meta["val"].shape[2] for n in program.nodes if n.target is collectives.SHIFT}
+    # The block of 32 from 544 on is in both ranks: the second reads its window, from 416 on, and the first its end.
+    assert rows == {(550 - 416) + (576 - 550)}
 
 
 @pytest.mark.slow

@@ -194,13 +194,6 @@ def test_ranks_have_the_layouts_of_their_heads(layout, heads_of_keys, dim):
     assert part == whole // 2
 
 
-def test_heads_that_ranks_do_not_divide_are_computed_whole(caplog):
-    plan = zgraph.Plan(backend="eager", attention={"*": zgraph.BigBird(block=8)}, mesh={"cp": 8})
-    result = zgraph.verify(net(), plan, 8, (words(2, 40),))
-    assert result.ok, result
-    assert "a sparse layout" in caplog.text
-
-
 def test_verify_finds_a_layout_that_is_not_the_plans(monkeypatch):
     from zgraph.program import sparse_attention
 

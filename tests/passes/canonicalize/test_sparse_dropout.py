@@ -193,7 +193,7 @@ PLANS = {
     "tensor parallel, by tokens": {"mesh": {"tp": 2}, "sequence_parallel": True},
     "context parallel": {"mesh": {"cp": 2}},
     "four ranks of it": {"mesh": {"cp": 4}},
-    "heads are not divided": {"mesh": {"cp": 8}},
+    "in a ring": {"mesh": {"cp": 4}, "context_attention": "ring"},
     "recomputed": {"recompute": "full"},
     "half precision": {"precision": "bf16"},
 }
@@ -202,9 +202,7 @@ PLANS = {
 @pytest.mark.parametrize("more, model", chosen(list(PLANS), ["called", "written"], together=1))
 def test_plans_drop_the_same(more, model):
     plan = zgraph.Plan(backend="eager", attention=LAYOUTS["alike"], **PLANS[more])
-    result = zgraph.verify(
-        MODELS[model](), plan, 8 if "not divided" in more else 4 if "four" in more else 2, (words(4),)
-    )
+    result = zgraph.verify(MODELS[model](), plan, 4 if PLANS[more].get("mesh") == {"cp": 4} else 2, (words(4),))
     assert result.ok, result
 
 

@@ -259,7 +259,7 @@ def _examples() -> list[Example]:
     out, sums = PACKED(q, q, q, documents, None, True, None)
     of(PACKED, q, q, q, documents, None, True, None)
     of(PACKED_BACKWARD, x(*out.shape), q, q, q, out, sums, documents, None, True, None)
-    for keys, mask in ((q, None), (q, x(2, 1, 6, 6)), (k[:, :2], x(6, 6))):
+    for keys, mask in ((q, None), (q, x(2, 1, 6, 6)), (q[:, :2], x(6, 6))):
         options = (mask, True, None, zgraph.LocalWindow(block=8).model_dump_json())
         out, sums = SPARSE(q, keys, keys, *options)
         of(SPARSE, q, keys, keys, *options)
