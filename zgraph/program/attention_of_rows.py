@@ -21,14 +21,13 @@ from torch import Tensor
 
 from zgraph.plan.attention import sparsity_of
 from zgraph.program import sparse_attention
+from zgraph.program.attention_pieces import Piece, as_indices, as_slice
 from zgraph.program.ops import library
 from zgraph.program.sparse_attention import (
     LAYOUT_AT,
     SPARSE,
     SPARSE_BACKWARD,
-    Piece,
-    as_indices,
-    as_slice,
+    Attention,
     block_rows,
     fakes,
     pieces_of,
@@ -109,16 +108,6 @@ def _gathered(layout: str, heads: int, length: int, is_causal: bool, rank: _Rank
     return torch.cat([*parts, _rows_of(rank.place, *told, length)])
 
 
-def _mask_of(mask: Tensor, layout: str, heads: int, length: int, is_causal: bool, rank: _Rank) -> Tensor:
-    """Return the rows and columns of a mask of the whole sequence that are those of a rank's queries and gathered keys."""
-    rows = _rows_of(rank.place, rank.ranks, rank.pieces, length)
-    columns = _gathered(layout, heads, length, is_causal, rank)
-    for dim, positions in ((-2, rows), (-1, columns)):
-        if mask.shape[dim] != 1:
-            mask = mask.index_select(dim, positions)
-    return mask
-
-
 @functools.lru_cache(maxsize=64)
 def _pieces_of(layout: str, heads: int, length: int, is_causal: bool, rank: _Rank) -> tuple[Piece, ...]:
     """Return the pieces of a whole sequence's attention that a rank computes, by its own rows of queries and of gathered keys."""
@@ -133,8 +122,8 @@ def _pieces_of(layout: str, heads: int, length: int, is_causal: bool, rank: _Ran
 
 def _cut(pieces: tuple[Piece, ...], firsts: list[int], each: int, row_of: Tensor) -> Iterator[Piece]:
     """Yield what of these pieces has queries in one of a rank's, which begin at `firsts`."""
-    for piece in pieces:
-        for at, first in enumerate(firsts):
+    for at, first in enumerate(firsts):
+        for piece in pieces:
             start, end = max(piece.first, first), min(piece.queries.stop, first + each)
             if start >= end:
                 continue
@@ -142,6 +131,25 @@ def _cut(pieces: tuple[Piece, ...], firsts: list[int], each: int, row_of: Tensor
             keys = row_of[as_indices(piece.positions)]
             assert bool((keys >= 0).all()), "a rank has not gathered a key that its queries see"
             yield replace(piece, queries=slice(start + own, end + own), first=start, keys=as_slice(keys))
+
+
+@dataclass(frozen=True)
+class _OfRank(Attention):
+    """What a rank computes of whole sequences."""
+
+    rank: _Rank  # its part
+
+    def rows(self) -> tuple[Piece, ...]:
+        return _pieces_of(self.layout, self.heads, self.length, self.is_causal, self.rank)
+
+    def mask(self, whole: Tensor) -> Tensor:
+        """Return the rows and columns of a mask of whole sequences that are those of the rank's queries and gathered keys."""
+        rows = _rows_of(self.rank.place, self.rank.ranks, self.rank.pieces, self.length)
+        columns = _gathered(self.layout, self.heads, self.length, self.is_causal, self.rank)
+        for dim, positions in ((-2, rows), (-1, columns)):
+            if whole.shape[dim] != 1:
+                whole = whole.index_select(dim, positions)
+        return whole
 
 
 OF_ROWS: dict[Any, Any] = {}
@@ -161,11 +169,10 @@ def _define(whole: Any, function: Callable[..., tuple[Tensor, ...]], query_at: i
         *arguments, place, ranks, pieces = given
         heads, rows = arguments[query_at].shape[1:3]
         rank = _Rank(int(place), ranks, pieces)
-        told = (arguments[LAYOUT_AT[whole]], heads, rows * ranks, arguments[causal_at], rank)
+        attention = _OfRank(arguments[LAYOUT_AT[whole]], heads, rows * ranks, arguments[causal_at], rank)
         if arguments[mask_at] is not None:
-            arguments[mask_at] = _mask_of(arguments[mask_at], *told)
-        computed = _pieces_of(*told)
-        return function(*arguments, pieces=computed)
+            arguments[mask_at] = attention.mask(arguments[mask_at])
+        return function(*arguments, attention=attention)
 
     library.impl(name, run, "CPU")
     torch.library.register_fake(f"zgraph::{name}", lambda *given: fakes[whole](*given[:-3]), lib=library)

@@ -2,8 +2,9 @@
 
 `zgraph::sparse_attention(query, key, value, attn_mask, is_causal, scale, layout) -> (out, logsumexp)` is attention [rows, heads, length,
 width] whose layout (a record as JSON) hides what its blocks leave out, besides `attn_mask` (added to the scores) and `is_causal`. Keys may
-have fewer heads. It works row of blocks by row of blocks, with the keys that the row sees gathered side by side, by the kernel of whole
-attention; so its work is that of the blocks, and it holds no value of length x length. A query that sees no key has output 0.
+have fewer heads. It works piece by piece (rows of blocks, or some that see nearly the same), with the keys that a piece sees gathered side
+by side, by the kernel of whole attention; so its work is that of the blocks, and it holds no value of length x length. A query that sees no
+key has output 0.
 
 With a `seed` (int64 of one element) weights are dropped at the rate `dropout_p`, by `zgraph.program.attention_dropout`; the backward drops the
 same. The kernel of whole attention has no dropout on CPUs: then rows of blocks, or parts of them, are computed by products and a softmax.
@@ -15,7 +16,7 @@ import functools
 import hashlib
 import re
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +27,7 @@ from zgraph.errors import PlanError
 from zgraph.plan.attention import BlockLayout, MaskFunction, PartOfHeads, SlidingWindow, Sparsity, sparsity_of
 from zgraph.plan.user_functions import load_named
 from zgraph.program import attention_dropout
+from zgraph.program.attention_pieces import Piece, as_indices, as_slice, divided
 from zgraph.program.cpu_attention import BACKWARD, FORWARD, like_backward, like_forward
 from zgraph.program.ops import library
 
@@ -162,21 +164,9 @@ def longest(layout: str, wanted: int) -> int:
     return min(wanted, len(sparsity.layout[0]) * sparsity.block) if isinstance(sparsity, BlockLayout) else wanted
 
 
-@dataclass(frozen=True)
-class Piece:
-    """What is computed at once: some heads, a row of blocks of queries (or several that see the same), and their keys."""
-
-    heads: slice | Tensor  # all heads, or their indices
-    queries: slice  # rows of queries
-    first: int  # the position of the first of them in the whole sequence
-    keys: slice | Tensor  # rows of keys
-    positions: slice | Tensor  # the positions of these in the whole sequence, ascending
-    masked: bool  # whether a mask depends on positions
-
-
 @functools.lru_cache(maxsize=64)
 def pieces_of(layout: str, heads: int, length: int, is_causal: bool) -> tuple[Piece, ...]:
-    """Return the pieces of a layout for whole sequences."""
+    """Return the pieces of a layout for whole sequences, of which each has the keys that all of its queries see."""
     sparsity = sparsity_of(layout)
     alike: dict[tuple[tuple[int, ...], ...], list[int]] = {}
     rows_of_heads = block_rows(layout, heads, length)
@@ -204,8 +194,9 @@ def _of_heads(
         if rows[at]:
             queries = slice(at * side, min(last * side, length))
             keys = as_slice(_positions(rows[at], side, length))
-            masked = sparsity.of_positions or (is_causal and rows[at][-1] >= at)
-            yield Piece(heads, queries, queries.start, keys, keys, masked)
+            pairs = [(row, block) for row in range(at, last) for block in rows[at]]
+            partial = {block for row, block in pairs if sparsity.is_partial(row, block) or (is_causal and block >= row)}
+            yield Piece(heads, queries, queries.start, keys, keys, sum(1 << block for block in partial))
         at = last
 
 
@@ -213,16 +204,24 @@ def _positions(blocks: Sequence[int], side: int, length: int) -> Tensor:
     return torch.cat([torch.arange(block * side, min((block + 1) * side, length)) for block in blocks])
 
 
-def as_slice(indices: Tensor) -> slice | Tensor:
-    """Return indices as a slice, if they are those from the first to the last, one by one."""
-    first, last = int(indices[0]), int(indices[-1])
-    in_order = last - first + 1 == len(indices) and bool((indices.diff() == 1).all())
-    return slice(first, last + 1) if in_order else indices
+@dataclass(frozen=True)
+class Attention:
+    """What is computed: a layout's attention of whole sequences."""
+
+    layout: str  # the layout
+    heads: int  # the number of heads
+    length: int  # the length of the sequence
+    is_causal: bool  # whether a query sees no later key
+
+    def rows(self) -> Sequence[Piece]:
+        """Return pieces of rows of blocks, of which each has all of its keys."""
+        return pieces_of(self.layout, self.heads, self.length, self.is_causal)
 
 
-def as_indices(indices: slice | Tensor) -> Tensor:
-    """Return a slice as the indices that it has."""
-    return torch.arange(indices.start, indices.stop) if isinstance(indices, slice) else indices
+@functools.lru_cache(maxsize=64)
+def _divided(attention: Attention, *, parts: bool) -> tuple[Piece, ...]:
+    """Return the pieces that take the least time; a query's keys are in several only with `parts`."""
+    return tuple(divided(attention.rows(), sparsity_of(attention.layout).block, parts=parts))
 
 
 @dataclass(frozen=True)
@@ -243,15 +242,11 @@ def first_head(sparsity: Sparsity) -> int:
     return sparsity.first if isinstance(sparsity, PartOfHeads) else 0
 
 
-def _pieces_at_once(pieces: Iterable[Piece], query: Tensor, dropout: _Dropout | None) -> Iterator[Piece]:
-    """Yield what is computed at once: where weights are dropped, no more than `_SCORES_AT_ONCE` scores (or one query's)."""
-    for piece in pieces:
-        if dropout is None:
-            yield piece
-            continue
+def _pieces_at_once(attention: Attention, query: Tensor) -> Iterator[Piece]:
+    """Yield what is computed at once where weights are dropped: no more than `_SCORES_AT_ONCE` scores (or one query's)."""
+    for piece in attention.rows():
         heads = query.shape[1] if isinstance(piece.heads, slice) else len(piece.heads)
-        keys = piece.keys.stop - piece.keys.start if isinstance(piece.keys, slice) else len(piece.keys)
-        each = max(1, _SCORES_AT_ONCE // max(1, query.shape[0] * heads * keys))
+        each = max(1, _SCORES_AT_ONCE // max(1, query.shape[0] * heads * len(as_indices(piece.keys))))
         for start in range(piece.queries.start, piece.queries.stop, each):
             queries = slice(start, min(start + each, piece.queries.stop))
             yield replace(piece, queries=queries, first=piece.first + start - piece.queries.start)
@@ -329,11 +324,14 @@ class _Parts:
             added = added[..., piece.keys] if isinstance(piece.keys, slice) else added.index_select(-1, piece.keys)
             if isinstance(piece.heads, Tensor) and added.dim() == 4 and added.shape[1] != 1:
                 added = added.index_select(1, piece.heads)
-        if not piece.masked:
+        if not piece.partial and piece.seen is None:
             return added
         queries, keys = self.queries(), as_indices(piece.positions)
-        shown = keys <= queries.unsqueeze(1) if is_causal else None
-        if sparsity.of_positions:
+        shown = piece.shown(queries)
+        if is_causal and piece.partial:
+            earlier = keys <= queries.unsqueeze(1)
+            shown = earlier if shown is None else shown & earlier
+        if sparsity.of_positions and piece.partial:
             heads = torch.zeros(1, dtype=torch.int64) if isinstance(piece.heads, slice) else piece.heads
             of_positions = shown_by(sparsity, heads, queries, keys)
             shown = of_positions if shown is None else shown & of_positions
@@ -354,17 +352,22 @@ def forward(
     layout: str,
     seed: Tensor | None = None,
     dropout_p: float = 0.0,
-    pieces: Sequence[Piece] | None = None,
+    attention: Attention | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention on a CPU: these pieces, or those of the layout for whole sequences."""
+    """Compute an attention on a CPU: by default the layout's of whole sequences."""
     out, sums = like_forward(query, key, value)
     out.zero_()
-    sums.zero_()
+    sums.fill_(-torch.inf)
     sparsity = sparsity_of(layout)
     refuse_changed(sparsity)
     dropout = _Dropout.of(sparsity, seed, dropout_p)
-    pieces = pieces_of(layout, *query.shape[1:3], is_causal) if pieces is None else pieces
-    for piece in _pieces_at_once(pieces, query, dropout):
+    attention = attention or Attention(layout, query.shape[1], query.shape[2], is_causal)
+    if dropout is None:
+        # (In half precision a query's keys are in one piece: the outputs of several would be rounded before they are added.)
+        pieces = _divided(attention, parts=query.dtype in (torch.float32, torch.float64))
+    else:
+        pieces = tuple(_pieces_at_once(attention, query))
+    for piece in pieces:
         parts = _Parts(piece, query, key)
         mask = parts.mask(sparsity, attn_mask, is_causal, query)
         given = (parts.of_queries(query), parts.of_keys(key), parts.of_keys(value))
@@ -372,8 +375,25 @@ def forward(
             part_out, part_sums = FORWARD(*given, 0.0, False, attn_mask=mask, scale=scale)
         else:
             part_out, part_sums = _with_dropout(given, mask, scale, parts.factors(dropout, sums.dtype))
+        if not piece.alone:
+            before = (parts.of_queries(out), parts.of_queries(sums))
+            part_out, part_sums = _put_together(before, (part_out, part_sums), mask)
         out[:, piece.heads, piece.queries], sums[:, piece.heads, piece.queries] = part_out, part_sums
-    return out, sums
+    return out, sums.masked_fill_(sums == -torch.inf, 0.0)
+
+
+def _put_together(
+    before: tuple[Tensor, Tensor], part: tuple[Tensor, Tensor], mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return outputs and logarithms of sums over the keys so far and over a part of the rest, whose scores had this mask."""
+    (out, sums), (part_out, part_sums) = before, part
+    if mask is not None:
+        # (The kernel gives 0 for a query that sees no key.)
+        part_sums = part_sums.masked_fill(mask.amax(-1) == -torch.inf, -torch.inf)
+    total = torch.logaddexp(sums, part_sums)
+    finite = total.masked_fill(total == -torch.inf, 0.0)
+    shares = (torch.exp(x - finite).unsqueeze(-1) for x in (sums, part_sums))
+    return sum(x * share for x, share in zip((out, part_out), shares, strict=True)), total
 
 
 def backward(
@@ -389,23 +409,24 @@ def backward(
     layout: str,
     seed: Tensor | None = None,
     dropout_p: float = 0.0,
-    pieces: Sequence[Piece] | None = None,
+    attention: Attention | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of queries, keys and values on a CPU: from these pieces, or those of the layout for whole sequences."""
-    pieces = pieces_of(layout, *query.shape[1:3], is_causal) if pieces is None else pieces
+    """Compute the gradients of an attention on a CPU: by default of the layout's of whole sequences."""
+    attention = attention or Attention(layout, query.shape[1], query.shape[2], is_causal)
     if seed is not None:
         read = (grad_out, query, key, value, out, logsumexp, attn_mask)
         options = (is_causal, scale, layout, seed, dropout_p)
-        first, second, third = _backward_by_products(*read, *options, pieces=pieces, learned=False)
+        first, second, third = _backward_by_products(*read, *options, attention=attention, learned=False)
         return first, second, third
-    grad_query, grad_key, grad_value = like_backward(grad_out, query, key, value)
-    grad_query.zero_()
-    # (In half precision each row of blocks is computed in float32: a key's gradient is a sum over rows, which is rounded once.)
+    results = like_backward(grad_out, query, key, value)
+    # (In half precision gradients are summed over pieces in float32, and rounded once.)
     dtype = torch.promote_types(query.dtype, torch.float32)
-    summed = [torch.zeros_like(x, dtype=dtype) for x in (grad_key, grad_value)]
+    of_query, of_key, of_value = sums = [
+        x.zero_() if x.dtype == dtype else torch.zeros_like(x, dtype=dtype) for x in results
+    ]
     sparsity = sparsity_of(layout)
     refuse_changed(sparsity)
-    for piece in pieces:
+    for piece in _divided(attention, parts=True):
         parts = _Parts(piece, query, key)
         mask = parts.mask(sparsity, attn_mask, is_causal, query)
         given = (
@@ -418,11 +439,14 @@ def backward(
         )
         wide = [x.to(dtype) for x in given]
         mask = None if mask is None else mask.to(dtype)
-        of_query, of_key, of_value = BACKWARD(*wide, 0.0, False, attn_mask=mask, scale=scale)
-        grad_query[:, piece.heads, piece.queries] = of_query.to(grad_query.dtype)
-        parts.add_to_keys(summed[0], of_key)
-        parts.add_to_keys(summed[1], of_value)
-    return grad_query, grad_key.copy_(summed[0]), grad_value.copy_(summed[1])
+        part_of_query, part_of_key, part_of_value = BACKWARD(*wide, 0.0, False, attn_mask=mask, scale=scale)
+        of_query[:, piece.heads, piece.queries] += part_of_query
+        parts.add_to_keys(of_key, part_of_key)
+        parts.add_to_keys(of_value, part_of_value)
+    grad_query, grad_key, grad_value = (
+        x if x.dtype == dtype else x.copy_(y) for x, y in zip(results, sums, strict=True)
+    )
+    return grad_query, grad_key, grad_value
 
 
 def _backward_by_products(
@@ -438,7 +462,7 @@ def _backward_by_products(
     layout: str,
     seed: Tensor | None = None,
     dropout_p: float = 0.0,
-    pieces: Sequence[Piece] | None = None,
+    attention: Attention | None = None,
     learned: bool = True,
 ) -> tuple[Tensor, ...]:
     """Return the gradients of queries, keys, values and, if it is learned, of the mask."""
@@ -450,8 +474,8 @@ def _backward_by_products(
     refuse_changed(sparsity)
     dropout = _Dropout.of(sparsity, seed, dropout_p)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    pieces = pieces_of(layout, *query.shape[1:3], is_causal) if pieces is None else pieces
-    for piece in _pieces_at_once(pieces, query, dropout):
+    attention = attention or Attention(layout, query.shape[1], query.shape[2], is_causal)
+    for piece in attention.rows() if dropout is None else _pieces_at_once(attention, query):
         parts = _Parts(piece, query, key)
         mask = parts.mask(sparsity, attn_mask, is_causal, query)
         of_queries = [parts.of_queries(x).to(dtype) for x in (grad_out, query, out, logsumexp)]
