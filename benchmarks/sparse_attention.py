@@ -1,11 +1,12 @@
-"""Sparse attention beside whole attention, forward and backward, on one thread: CPU time by length and density.
+"""Sparse attention beside whole attention, forward and backward, on one thread: CPU time and peak memory by length and density.
 
     python benchmarks/sparse_attention.py --lengths 2048 8192 --write benchmarks/results/sparse_attention.md
 
-Whole attention is torch's scaled_dot_product_attention, without a mask. Sparse attention is the operator that a plan's `attention` puts in
-its place, with sliding windows (blocks side by side) and BigBird's layouts (blocks apart). Rounds alternate between all rows; the median is
-shown, and its ratio to whole attention. With `--flex` compiled flex attention stands beside them, forward alone (torch has no backward of it on
-a CPU).
+Whole attention is torch's scaled_dot_product_attention, without a mask, and once with one that shows a window of about half of the blocks. Sparse
+attention is the operator that a plan's `attention` puts in its place, with sliding windows (blocks side by side) and BigBird's layouts (blocks
+apart). Rounds alternate between all rows; the median is shown, and its ratio to whole attention. A peak is of all tensors at once, queries,
+keys, values and their gradients among them; what a run adds to those that are there before it stands beside. With `--flex` compiled flex
+attention stands beside them, forward alone (torch has no backward of it on a CPU).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch.nn import functional as F
 import zgraph
 from zgraph.plan.attention import Sparsity
 from zgraph.program.sparse_attention import SPARSE, SPARSE_BACKWARD, counted_blocks
+from zgraph.runtime import allocations
 
 HEADS, WIDTH, BLOCK = 4, 64, 64
 
@@ -58,13 +60,26 @@ def measured(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, fl
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
+def peak_of(run: Callable[[], object]) -> tuple[int, int]:
+    """Return (the bytes of all tensors at a run's peak, those that the run adds to what is there before it)."""
+    before = allocations.live()
+    allocations.reset_peak()
+    run()
+    return allocations.peak(), allocations.peak() - before
+
+
 def rows_of(length: int, rounds: int, *, flex: bool) -> list[str]:
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, HEADS, length, WIDTH, requires_grad=True) for _ in range(3))
     tangent = torch.randn_like(query)
 
-    def whole() -> None:
-        torch.autograd.grad(F.scaled_dot_product_attention(query, key, value), (query, key, value), tangent)
+    def whole(mask: torch.Tensor | None = None) -> None:
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        torch.autograd.grad(out, (query, key, value), tangent)
+
+    def with_mask() -> None:
+        places = torch.arange(length) // BLOCK
+        whole((places - places.unsqueeze(1)).abs() <= length // BLOCK // 4)
 
     def sparse(text: str) -> Callable[[], object]:
         given = [x.detach() for x in (query, key, value)]
@@ -78,14 +93,20 @@ def rows_of(length: int, rounds: int, *, flex: bool) -> list[str]:
     each = layouts(length)
     runs: dict[str, Callable[[], object]] = {
         "whole": whole,
+        "whole, with a mask": with_mask,
         **{name: sparse(s.model_dump_json()) for name, s in each.items()},
     }
-    seconds = measured(runs, rounds)
-    lines = [f"| {length:,} | whole | 1 | {seconds['whole'] * 1e3:,.0f} | 1 |"]
-    for name, sparsity in each.items():
-        computed, blocks = counted_blocks(sparsity.model_dump_json(), HEADS, length)
-        ratio = seconds[name] / seconds["whole"]
-        lines.append(f"| {length:,} | {name} | {computed / blocks:.3f} | {seconds[name] * 1e3:,.0f} | {ratio:.3f} |")
+    seconds, peaks = measured(runs, rounds), {name: peak_of(run) for name, run in runs.items()}
+    lines = []
+    for name in runs:
+        share = "1"
+        if name in each:
+            computed, blocks = counted_blocks(each[name].model_dump_json(), HEADS, length)
+            share = f"{computed / blocks:.3f}"
+        ratio, (peak, added) = seconds[name] / seconds["whole"], peaks[name]
+        lines.append(
+            f"| {length:,} | {name} | {share} | {seconds[name] * 1e3:,.0f} | {ratio:.3f} | {peak / 2**20:,.1f} | {added / 2**20:,.1f} |"
+        )
     if flex:
         lines += _beside_flex(length, rounds, (query, key, value), each["window, 1/8"])
     return lines
@@ -111,8 +132,8 @@ def _beside_flex(length: int, rounds: int, inputs: tuple[torch.Tensor, ...], win
     }
     seconds = measured(runs, rounds)
     return [
-        f"| {length:,} | window, 1/8, forward alone, flex attention | | {seconds['flex'] * 1e3:,.0f} | |",
-        f"| {length:,} | window, 1/8, forward alone | | {seconds['ours'] * 1e3:,.0f} | {seconds['ours'] / seconds['flex']:.3f} of flex |",
+        f"| {length:,} | window, 1/8, forward alone, flex attention | | {seconds['flex'] * 1e3:,.0f} | | | |",
+        f"| {length:,} | window, 1/8, forward alone | | {seconds['ours'] * 1e3:,.0f} | {seconds['ours'] / seconds['flex']:.3f} of flex | | |",
     ]
 
 
@@ -124,12 +145,13 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="a file for the table")
     given = parser.parse_args()
     torch.set_num_threads(1)
+    allocations.count()
     head = [
         f"{date.today()}, {platform.processor() or platform.machine()}, one thread, torch {torch.__version__}, float32, {HEADS} heads of width "
         f"{WIDTH}, blocks of {BLOCK} x {BLOCK}, medians of {given.rounds} rounds, load {os.getloadavg()[0]:.1f}. Forward and backward.",
         "",
-        "| length | attention | share of blocks | ms of CPU | of whole attention |",
-        "| --- | --- | --- | --- | --- |",
+        "| length | attention | share of blocks | ms of CPU | of whole attention | peak, MiB | added, MiB |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     text = "\n".join([*head, *(line for n in given.lengths for line in rows_of(n, given.rounds, flex=given.flex))])
     print(text)
