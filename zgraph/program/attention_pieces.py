@@ -12,7 +12,7 @@ Attention with several parts of the keys is put together by the logarithms of th
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -113,7 +113,6 @@ class _Division:
     rows: Sequence[_Row]  # the rows
     block: int  # the side of a block
     parts: bool  # whether a query's keys may be in several pieces
-    _places: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def pieces(self) -> Iterator[Piece]:
         _, chosen = self._best(0, len(self.rows), 0)

@@ -392,8 +392,8 @@ def _put_together(
         part_sums = part_sums.masked_fill(mask.amax(-1) == -torch.inf, -torch.inf)
     total = torch.logaddexp(sums, part_sums)
     finite = total.masked_fill(total == -torch.inf, 0.0)
-    shares = (torch.exp(x - finite).unsqueeze(-1) for x in (sums, part_sums))
-    return sum(x * share for x, share in zip((out, part_out), shares, strict=True)), total
+    share, part_share = (torch.exp(x - finite).unsqueeze(-1) for x in (sums, part_sums))
+    return out * share + part_out * part_share, total
 
 
 def backward(
