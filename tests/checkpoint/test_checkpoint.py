@@ -198,6 +198,34 @@ def test_another_optimizer_is_refused_and_the_weights_alone_are_not(tmp_path):
     assert same(before, everything(other)) != [] and int(other.zgraph.runtime.updater.calls) == 0
 
 
+@sweep("name", [n for n in PLANS if "fp16" not in n and n != "late"], quick=2)
+def test_weights_alone_are_loaded_beside_the_states_that_there_are(name, tmp_path):
+    """As plain PyTorch has it, whose weights are loaded in the middle of a run."""
+    fields = PLANS[name]
+    model = compiled(**fields)
+    model.train_step(cast(batches(1)[0], fields))
+    model.save_checkpoint(tmp_path)
+    earlier = everything(model)
+    for x in batches(2, first=1):
+        model.train_step(cast(x, fields))
+    before, draws = everything(model), torch.get_rng_state()
+    model.load_checkpoint(tmp_path, optimizer="keep")
+    after = everything(model)
+    weights = set(model.state_dict())
+    changed = weights | {n for n in after if n.endswith("/master")}
+    assert same(after, earlier | {n: t for n, t in before.items() if n not in changed}) == []
+    assert torch.equal(torch.get_rng_state(), draws)
+    other = compiled(seed=1, **fields)
+    model.save_checkpoint(tmp_path, "merged")
+    other.load_checkpoint(tmp_path, "merged")
+    for x in batches(2, first=3):
+        torch.set_rng_state(draws)
+        mine = model.train_step(cast(x, fields))
+        torch.set_rng_state(draws)
+        assert torch.equal(mine, other.train_step(cast(x, fields)))
+    assert same(everything(model), everything(other)) == []
+
+
 def test_numbers_of_a_plan_hold_where_it_was_changed(tmp_path, caplog):
     model = trained()
     model.zgraph.optimizer.param_groups[0]["lr"] = 5e-4

@@ -16,6 +16,7 @@ from zgraph.errors import ModelError, PlanError, ZgraphError
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+
 PLAN = zgraph.Plan(backend="eager")
 
 
@@ -52,6 +53,7 @@ ARGUMENTS = {
     "n_gpu": ({"_n_gpu": 2}, "torchrun --nproc-per-node"),
     "bf16_full_eval": ({"bf16_full_eval": True}, "leave it out"),
     "fp16_full_eval": ({"fp16_full_eval": True}, "leave it out"),
+    "debug": ({"debug": ["underflow_overflow"]}, 'on_nonfinite="stop"'),
     "parallelism_config": ({"parallelism_config": object()}, "give the plan a mesh"),
 }
 

@@ -191,6 +191,7 @@ def _stops_after(steps: int) -> Any:
 def history(trainer: Any) -> list[dict[str, float]]:
     """What was logged, but for times."""
     kept = ("loss", "grad_norm", "learning_rate", "eval_loss", "epoch")
+    kept += ("eval_rows", "eval_sum", "eval_batches", "num_input_tokens_seen")
     return [{k: float(v) for k, v in entry.items() if k in kept} for entry in trainer.state.log_history[:-1]]
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -367,15 +367,16 @@ class Handle(Compiled):
         client_state: dict[str, Any] | None = None,
         *,
         fallback: bool = False,
-        optimizer: bool = True,
+        optimizer: bool | Literal["keep"] = True,
     ) -> dict[str, Any]:
         """Continue from a checkpoint, saved by any plan on any number of ranks; return the client state saved with it.
 
         `tag`: by default the last one saved. `dir` may be a checkpoint itself. Everything is read and checked before anything
         is changed. `client_state`: objects with `load_state_dict()`, each of which gets the saved value of its key.
         `fallback`: if a checkpoint is damaged, load the newest one that is not, with a warning. `optimizer=False`: load
-        weights only. Each rank loads its own random states, or keeps its present ones if the checkpoint has none for it. All
-        ranks must call it. Raises `CheckpointError` for a checkpoint that is damaged, another model's or another
+        weights only, for a new run of steps; "keep": load weights only, and go on with the states, counts and random states
+        that there are. Each rank loads its own random states, or keeps its present ones if the checkpoint has none for it.
+        All ranks must call it. Raises `CheckpointError` for a checkpoint that is damaged, another model's or another
         optimizer's; then nothing was changed.
         """
         self.saver.wait()

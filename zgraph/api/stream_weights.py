@@ -10,6 +10,7 @@ from torch import nn
 from zgraph.api.gathered_weights import bytes_of, ranks_of, ready
 from zgraph.checkpoint import pretrained
 from zgraph.checkpoint.write_pretrained import dtype_of
+from zgraph.parameters.reused_memory import ReusedMemory
 from zgraph.parameters.whole_tensors import BUCKET, Wanted, gathered
 
 
@@ -24,7 +25,7 @@ def stream_weights(
 
     Names and tensors are those that `save_pretrained` writes (as in a transformers checkpoint, tied ones once), in the same
     order on all ranks. `dtype` (such as "bf16") is that of floating-point weights. Weights are gathered in buckets: at most
-    `max_bytes`, or the largest tensor, are held at a time, unless you keep them. `ranks`: the global numbers of the ranks
+    `max_bytes`, or one and a half of the largest tensor, are held at a time, unless you keep them. `ranks`: the global numbers of the ranks
     that need them, by default all; the others only send, and yield nothing. All ranks must consume the whole stream.
     """
     runtime = ready(model, "a stream of weights")
@@ -40,7 +41,10 @@ def stream_weights(
     def stream() -> Iterator[tuple[str, torch.Tensor]]:
         cast = lambda t: wanted if wanted is not None and t.is_floating_point() else t.dtype  # noqa: E731
         tensors = [Wanted(weights[name], cast(weights[name])) for name in views]
-        wholes = gathered(tensors, runtime.device, most, ranks=chosen)
+        # (so that the memory of an embedding is there for the head)
+        largest = max((tensor.nbytes for tensor in tensors), default=0)
+        memory = ReusedMemory(runtime.device, max(most, largest * 3 // 2))
+        wholes = gathered(tensors, runtime.device, most, memory, chosen)
         for named in views.values():
             whole = next(wholes)
             if whole is None:

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -26,7 +26,7 @@ from zgraph.checkpoint.pretrained import is_pretrained
 from zgraph.checkpoint.read_native import Checkpoint
 from zgraph.checkpoint.source import MODEL, OPTIMIZER, Source
 from zgraph.checkpoint.user_values import PerRank, decode
-from zgraph.errors import CheckpointError
+from zgraph.errors import CheckpointError, PlanError
 from zgraph.names import did_you_mean
 from zgraph.program.tolerance import bits
 from zgraph.ranks.agreement import Agreement
@@ -60,6 +60,7 @@ class Loading:
     begun: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)  # warnings to log
     missing: frozenset[str] = frozenset()  # weights that the checkpoint lacks: they stay as they are
+    keeps: bool = False  # whether the optimizer's states stay as they are
 
     def read(self, name: str, into: torch.Tensor) -> None:
         self.tensors.setdefault(name, []).append(into)
@@ -71,12 +72,14 @@ def load(
     tag: str | None,
     *,
     fallback: bool,
-    optimizer: bool,
+    optimizer: bool | Literal["keep"],
     client_state: dict[str, Any] | None,
     partial: bool = False,
 ) -> dict[str, Any]:
     """Load a checkpoint and return what the user added to it; see `zgraph.api.handle.Handle.load_checkpoint`.
     `partial`: tensors of a transformers model that the files lack stay as they are."""
+    if optimizer not in (True, False, "keep"):
+        raise PlanError(f"optimizer={optimizer!r} of load_checkpoint", hint='True, False or "keep"')
     agreement = runtime.everyone
     agreement.vote("a checkpoint to load", f"{path} {tag} {fallback} {optimizer}")
     agreement.relax()  # (disks differ)
@@ -153,15 +156,18 @@ def _opened(runtime: Runtime, path: Path, tag: str | None, partial: bool) -> Sou
     return source
 
 
-def _prepared(runtime: Runtime, source: Source, optimizer: bool, objects: dict[str, Any] | None) -> _Parts:
+def _prepared(
+    runtime: Runtime, source: Source, states: bool | Literal["keep"], objects: dict[str, Any] | None
+) -> _Parts:
     runtime.updater.averages.refuse_checkpoint()
     runtime.shards.refresh()
-    loading = planned(runtime, source, optimizer)
+    optimizer = states is True
+    loading = planned(runtime, source, optimizer, keeps=states == "keep")
     random, client, extra, programs, residuals = None, {}, {}, source.known.programs, None
     local: dict[str, torch.Tensor] = {}
     if isinstance(source, Checkpoint):
         own = source.own(runtime.everyone.rank())
-        if own is not None:
+        if own is not None and not loading.keeps:
             random = state.RandomStates(own.get("random", {}), runtime.device)
             programs = saved if isinstance(saved := own.get("programs"), dict) else programs
         client = _client_state(runtime.everyone, source)
@@ -261,10 +267,11 @@ def _client_state(everyone: Agreement, source: Checkpoint) -> dict[str, Any]:
     return client_state
 
 
-def planned(runtime: Runtime, source: Source, optimizer: bool) -> Loading:
-    """Match the tensors of a checkpoint with those of the model and its optimizer. Raises `CheckpointError` unless the
-    checkpoint has every weight of the model, in its shape, and no others."""
-    loading = Loading()
+def planned(runtime: Runtime, source: Source, optimizer: bool, *, keeps: bool = False) -> Loading:
+    """Match the tensors of a checkpoint with those of the model and, of the `optimizer`, its states, which begin anew
+    where they are not loaded, unless the model `keeps` them. Raises `CheckpointError` unless the checkpoint has every
+    weight of the model, in its shape, and no others."""
+    loading = Loading(keeps=keeps)
     module, shards = runtime.module, runtime.shards
     names: dict[int, list[str]] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
@@ -360,7 +367,7 @@ def _plan_parameter(
             loading.read(saved[AHEAD], mine[AHEAD])
         else:
             loading.copies.append((mine[AHEAD], param))
-    if EMA in mine:
+    if EMA in mine and not loading.keeps:
         if EMA in saved and optimizer:
             loading.read(saved[EMA], mine[EMA])
         else:
@@ -368,7 +375,7 @@ def _plan_parameter(
     rest = {k: v for k, v in mine.items() if k not in DERIVED}
     theirs = {k: v for k, v in saved.items() if k not in (*DERIVED, STEP)}
     if not optimizer or not theirs or not mine:
-        loading.fresh.append(name)
+        loading.fresh.extend([] if loading.keeps else [name])
         if optimizer and theirs.keys() != rest.keys() and (theirs or rest):
             which = "the checkpoint has none" if rest else "the plan has no optimizer for them"
             loading.notes.append(f"states of {name}: {which}")
@@ -485,14 +492,7 @@ def _apply(runtime: Runtime, source: Source, parts: _Parts, objects: dict[str, A
         updater.rounds.restore(parts.local)
     runtime.weights_changed(list(runtime.shards.params()))
     runtime.shards.pending &= loading.missing
-    steps = source.known.steps
-    if steps is None:
-        steps = agreement.most("the steps of a checkpoint", int(max(loading.counts.values(), default=0.0)))
-    with torch.inference_mode(False):
-        updater.restore(source.known, steps, loading.begun | loading.counts, parts.optimizer)
-    updater.residuals.restore(parts.residuals)
-    runtime.samples = source.known.samples or 0 if parts.optimizer else 0
-    runtime.own_steps = source.known.steps or 0 if parts.optimizer else 0
+    _go_on(runtime, source, parts)
     mesh = mesh_of(runtime.sizes, updater.held)
     alike = source.known.plan == runtime.plan.model_dump(mode="json") and source.known.mesh == mesh
     runtime.votes.expected = parts.programs if alike else {}
@@ -512,3 +512,20 @@ def _apply(runtime: Runtime, source: Source, parts: _Parts, objects: dict[str, A
 
     agreement.together("the state of the user's own objects", of_the_user, refused)
     return parts.client
+
+
+def _go_on(runtime: Runtime, source: Source, parts: _Parts) -> None:
+    """Set the counts and numbers with which steps go on: those of the checkpoint, or of a new beginning; where states
+    stay, so do they."""
+    loading, updater = parts.loading, runtime.updater
+    if loading.keeps:
+        updater.weights_loaded()
+        return
+    steps = source.known.steps
+    if steps is None:
+        steps = runtime.everyone.most("the steps of a checkpoint", int(max(loading.counts.values(), default=0.0)))
+    with torch.inference_mode(False):
+        updater.restore(source.known, steps, loading.begun | loading.counts, parts.optimizer)
+    updater.residuals.restore(parts.residuals)
+    runtime.samples = source.known.samples or 0 if parts.optimizer else 0
+    runtime.own_steps = source.known.steps or 0 if parts.optimizer else 0

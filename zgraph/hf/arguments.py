@@ -98,6 +98,12 @@ _REFUSED = (
         "leave it out",
     ),
     _Refused(
+        "debug",
+        lambda args: any(getattr(option, "value", option) == "underflow_overflow" for option in args.debug),
+        "underflow_overflow looks at the numbers of each module while the model runs, and programs hand out none",
+        'leave it out: on_nonfinite="stop" of the plan names the first value that became infinite or NaN',
+    ),
+    _Refused(
         "parallelism_config",
         lambda args: args.parallelism_config is not None,
         "accelerate would divide the model that the plan divides",

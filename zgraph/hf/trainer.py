@@ -107,7 +107,7 @@ class Attached:
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
         if _has_all(best):
-            self.model.load_checkpoint(best, FOLDER, optimizer=False)
+            self.model.load_checkpoint(best, FOLDER, optimizer="keep")
         else:
             _load_weights(self.model, best)
 
@@ -120,7 +120,7 @@ def _load_weights(model: Any, folder: str) -> None:
     if is_adapted(model) and os.path.isfile(os.path.join(folder, FILE)):
         load_adapter(model, folder)
     else:
-        model.load_checkpoint(folder, optimizer=False)
+        model.load_checkpoint(folder, optimizer="keep")
 
 
 @functools.cache

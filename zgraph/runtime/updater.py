@@ -212,6 +212,11 @@ class Updater:
         elif self.rates is not None:
             self.rates.reset()
 
+    def weights_loaded(self) -> None:
+        """Go on from other weights, with the states and counts that there are."""
+        self._delayed.loaded()
+        self.programs.forget_last()
+
     def refuse_unusable(self) -> None:
         """Raise `StepError` if the weights are not those of a step: after an update that failed half way, or if they
         are averages. Waits for a late update.
