@@ -11,7 +11,7 @@ from torch import nn
 from trainers import as_launched, collator, model_of, trainer_of
 
 import zgraph
-from zgraph.errors import ModelError, PlanError, ZgraphError
+from zgraph.errors import ModelError, NonFiniteError, PlanError, ZgraphError
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -106,6 +106,35 @@ def test_values_that_agree_with_the_arguments_are_taken(tmp_path):
 def test_no_plan_and_a_dict_with_a_key_that_plans_have_not(tmp_path):
     refused(trainer(tmp_path), None, PlanError, "there is no plan")
     refused(trainer(tmp_path), {"zero": 2, "backends": "eager"}, PlanError, "backends")
+
+
+def test_what_needs_an_optimizer_goes_into_a_dict_or_a_file(tmp_path):
+    given = {"backend": "eager", "on_nonfinite": "skip", "ema": 0.9, "offload": {"optimizer": "cpu"}}
+    (tmp_path / "plan.json").write_text(json.dumps(given))
+    for plan in (given, tmp_path / "plan.json"):
+        found = zgraph.hf.attach(trainer(tmp_path, weight_decay=0.1), plan).model.zgraph.plan
+        assert found.on_nonfinite == "skip" and found.offload.optimizer == "cpu" and found.ema.decay == 0.9
+        assert (found.optimizer.name, found.optimizer.weight_decay) == ("AdamW", 0.1)
+        assert not found.origins()["optimizer"].startswith("file")
+    more = {"optimizer": zgraph.SGD(lr=0.1), "on_nonfinite": "skip"}
+    refused(trainer(tmp_path), zgraph.Plan(**more), PlanError, "no optimizer", "into a dict or a file")
+
+
+def test_a_step_that_is_not_finite_is_skipped_as_the_plan_says(tmp_path):
+    class Spoiled(transformers.Trainer):
+        """Has a loss that is NaN in its second step."""
+
+        def compute_loss(self, *args, **more):
+            loss = super().compute_loss(*args, **more)
+            return loss * float("nan") if self.state.global_step == 1 else loss
+
+    options = {"eval_strategy": "no", "save_strategy": "no", "steps": 3, "lengths": (9, 9), "cls": Spoiled}
+    made = zgraph.hf.attach(trainer(tmp_path, **options), {"backend": "eager", "on_nonfinite": "skip"})
+    made.train()
+    assert made.model.zgraph.skipped_steps == 1 and all(p.isfinite().all() for p in made.model.parameters())
+    stops = zgraph.hf.attach(trainer(tmp_path, **options), {"backend": "eager", "on_nonfinite": "stop"})
+    with pytest.raises(NonFiniteError):
+        stops.train()
 
 
 @pytest.mark.parametrize("system", ["DeepSpeed", "FSDP"])

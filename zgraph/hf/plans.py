@@ -47,7 +47,7 @@ def plan_of(trainer: Any, given: Given | None, optimizer: Optimizer) -> Wanted:
     Raises `PlanError` for a file that can't be read, for fields that say other than the Trainer's arguments, for a mesh whose
     ranks share rows, and if there are two plans, or none.
     """
-    wanted = _read(trainer, _only(given, getattr(trainer.args, "plan", None)))
+    wanted = _read(trainer, _only(given, getattr(trainer.args, "plan", None)), optimizer)
     usual = Plan()
     plan = wanted.plan.model_copy(
         update={**{name: getattr(usual, name) for name in _BY_ARGUMENTS}, "optimizer": optimizer}
@@ -79,29 +79,27 @@ def _only(given: Given | None, of_arguments: Given | None) -> Given:
     return plan
 
 
-def _read(trainer: Any, given: Given) -> Wanted:
-    """Return a plan in which nothing says other than the Trainer's arguments."""
+def _read(trainer: Any, given: Given, optimizer: Optimizer) -> Wanted:
+    """Return a plan in which nothing says other than the Trainer's arguments. Data and files have the Trainer's optimizer
+    beside them, for those fields that a plan has only with one."""
     if isinstance(given, Plan):
-        return _agrees(trainer, given)
+        return _agrees(trainer, given, optimizer)
+    beside = {"optimizer": optimizer}
     if isinstance(given, Mapping):
-        return _of_data(trainer, given)
+        if given.keys() <= _FIELDS:
+            return _agrees(trainer, Plan.model_validate({**beside, **given}), optimizer)
+        return _of_deepspeed(trainer, given)
     path = Path(given)
     if path.suffix == ".json" and not (data := planfile.parse(planfile.read(path), path)).keys() <= _FIELDS:
         return _of_deepspeed(trainer, data)
-    return _agrees(trainer, Plan.load(path))
+    return _agrees(trainer, Plan.load(path, beside), optimizer)
 
 
-def _of_data(trainer: Any, data: Mapping[str, Any]) -> Wanted:
-    if data.keys() <= _FIELDS:
-        return _agrees(trainer, Plan.model_validate(dict(data)))
-    return _of_deepspeed(trainer, data)
-
-
-def _agrees(trainer: Any, plan: Plan) -> Wanted:
+def _agrees(trainer: Any, plan: Plan, optimizer: Optimizer) -> Wanted:
     """Return a plan, unless it says other than the Trainer's arguments. Raises `PlanError`."""
     usual, args = Plan(), trainer.args
     clip = GradClip(norm=args.max_grad_norm) if args.max_grad_norm else None
-    same = {"micro_batches": args.gradient_accumulation_steps, "grad_clip": clip}
+    same = {"micro_batches": args.gradient_accumulation_steps, "grad_clip": clip, "optimizer": optimizer}
     for field, arguments in _BY_ARGUMENTS.items():
         value = getattr(plan, field)
         if value != getattr(usual, field) and value != same.get(field):
@@ -109,7 +107,8 @@ def _agrees(trainer: Any, plan: Plan) -> Wanted:
                 f"the plan of a Trainer has no {field}",
                 where=field,
                 why=f"the Trainer's arguments say it: {arguments}",
-                hint="leave it out of the plan",
+                hint="leave it out of the plan"
+                + ("; what needs one beside it goes into a dict or a file" if field == "optimizer" else ""),
             )
     return Wanted(plan)
 

@@ -532,8 +532,8 @@ class Plan(Record, frozen=True):
     # Files.
 
     @classmethod
-    def load(cls, path: str | PathLike[str]) -> Self:
-        """Return the plan in a TOML, YAML or JSON file, as its suffix says.
+    def load(cls, path: str | PathLike[str], beside: Mapping[str, Any] | None = None) -> Self:
+        """Return the plan in a TOML, YAML or JSON file, as its suffix says, with the fields of `beside` that it lacks.
 
         Raises `PlanError` with the file and, where it is known, the line: for a file that is missing, can't be parsed
         or holds a key twice, and for every fault in the plan itself.
@@ -542,10 +542,11 @@ class Plan(Record, frozen=True):
         text = planfile.read(file)
         data = planfile.parse(text, file)
         try:
-            plan = cls.model_validate(data)
+            plan = cls.model_validate({**(beside or {}), **data})
         except PlanError as error:
             raise located(error, file, text) from None
-        plan._origins.update(dict.fromkeys(plan.model_fields_set, f"file {file}"))
+        unsaid = (beside or {}).keys() - data.keys()
+        plan._origins.update(dict.fromkeys(plan.model_fields_set - unsaid, f"file {file}"))
         return plan
 
     def save(self, path: str | PathLike[str]) -> None:
