@@ -142,7 +142,7 @@ def _loss_after(kind: str, attention: dict[str, Any], steps: int, seed: int) -> 
     else:
         model = bert(LENGTH, written_out=False, layers=3)
     optimizer = zgraph.AdamW(lr=3e-3, betas=(0.9, 0.95))
-    schedule = zgraph.Cosine(steps=steps, warmup=max(1, steps // 10))
+    schedule = zgraph.Cosine(total_steps=steps, warmup_steps=max(1, steps // 10))
     model = zgraph.compile(model, zgraph.Plan(optimizer=optimizer, lr_schedule=schedule, attention=attention))
     for at in range(steps):
         rows = text.batch(seed=seed, step=at, batch=2, seq=LENGTH, ranks=train_lm.Ranks())

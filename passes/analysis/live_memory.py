@@ -16,6 +16,7 @@ from torch import fx
 from zgraph.passes.analysis.costs import most_bytes, own_bytes
 from zgraph.passes.analysis.fusion import pointwise, positions, sources
 from zgraph.program import collectives, transfers_to_host
+from zgraph.program.attention_memory import working_bytes
 from zgraph.program.node import Phase, Role, info
 from zgraph.program.program import InputRole, OutputRole, Port, Program
 
@@ -48,11 +49,15 @@ class Life:
 
 
 def memory_of(program: Program, fused: bool = False) -> list[dict[str, int]]:
-    """Return the live bytes by category after each node, in order. `fused`: see `lives`."""
+    """Return the live bytes by category at each node, in order, with what it takes while it runs. `fused`: see `lives`."""
     changes: list[Counter[str]] = [Counter() for _ in range(len(program.graph.nodes) + 2)]
     for life in lives(program, fused):
         changes[life.born][life.category] += life.bytes
         changes[life.gone][life.category] -= life.bytes
+    for at, node in enumerate(program.graph.nodes):
+        if used := working_bytes(node):
+            changes[at]["temporaries"] += used
+            changes[at + 1]["temporaries"] -= used
     live: Counter[str] = Counter()
     live_bytes = []
     for change in changes[:-2]:

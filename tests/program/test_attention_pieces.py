@@ -23,9 +23,9 @@ def many_parts(monkeypatch):
     """Let parts cost nothing besides their keys, so that short sequences are divided as long ones are."""
     monkeypatch.setattr(attention_pieces, "_OF_A_PIECE", 0)
     monkeypatch.setattr(attention_pieces, "_OF_A_SUM", 0)
-    sparse_attention._divided.cache_clear()
+    sparse_attention.divided_pieces.cache_clear()
     yield
-    sparse_attention._divided.cache_clear()
+    sparse_attention.divided_pieces.cache_clear()
 
 
 def random_layout(seed: int) -> zgraph.BlockLayout:
@@ -115,7 +115,7 @@ def test_half_precision_rounds_an_output_once(many_parts):
     """The keys of a query are in one piece of the forward: outputs are those of rows of blocks, one by one."""
     layout = zgraph.LocalWindow(block=BLOCK, num_sliding_window_blocks=7, attention="bidirectional")
     text, length = layout.model_dump_json(), 16 * BLOCK
-    pieces = sparse_attention._divided(sparse_attention.Attention(text, HEADS, length, False), parts=False)
+    pieces = sparse_attention.divided_pieces(sparse_attention.Attention(text, HEADS, length, False), parts=False)
     assert 1 < len(pieces) < 16 and all(piece.alone for piece in pieces)
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, HEADS, length, 16, dtype=torch.bfloat16) for _ in range(3))

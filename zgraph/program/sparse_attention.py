@@ -219,7 +219,7 @@ class Attention:
 
 
 @functools.lru_cache(maxsize=64)
-def _divided(attention: Attention, *, parts: bool) -> tuple[Piece, ...]:
+def divided_pieces(attention: Attention, *, parts: bool) -> tuple[Piece, ...]:
     """Return the pieces that take the least time; a query's keys are in several only with `parts`."""
     return tuple(divided(attention.rows(), sparsity_of(attention.layout).block, parts=parts))
 
@@ -242,11 +242,11 @@ def first_head(sparsity: Sparsity) -> int:
     return sparsity.first if isinstance(sparsity, PartOfHeads) else 0
 
 
-def _pieces_at_once(attention: Attention, query: Tensor) -> Iterator[Piece]:
+def pieces_at_once(attention: Attention, rows: int) -> Iterator[Piece]:
     """Yield what is computed at once where weights are dropped: no more than `_SCORES_AT_ONCE` scores (or one query's)."""
     for piece in attention.rows():
-        heads = query.shape[1] if isinstance(piece.heads, slice) else len(piece.heads)
-        each = max(1, _SCORES_AT_ONCE // max(1, query.shape[0] * heads * len(as_indices(piece.keys))))
+        heads = attention.heads if isinstance(piece.heads, slice) else len(piece.heads)
+        each = max(1, _SCORES_AT_ONCE // max(1, rows * heads * len(as_indices(piece.keys))))
         for start in range(piece.queries.start, piece.queries.stop, each):
             queries = slice(start, min(start + each, piece.queries.stop))
             yield replace(piece, queries=queries, first=piece.first + start - piece.queries.start)
@@ -364,9 +364,9 @@ def forward(
     attention = attention or Attention(layout, query.shape[1], query.shape[2], is_causal)
     if dropout is None:
         # (In half precision a query's keys are in one piece: the outputs of several would be rounded before they are added.)
-        pieces = _divided(attention, parts=query.dtype in (torch.float32, torch.float64))
+        pieces = divided_pieces(attention, parts=query.dtype in (torch.float32, torch.float64))
     else:
-        pieces = tuple(_pieces_at_once(attention, query))
+        pieces = tuple(pieces_at_once(attention, len(query)))
     for piece in pieces:
         parts = _Parts(piece, query, key)
         mask = parts.mask(sparsity, attn_mask, is_causal, query)
@@ -378,7 +378,9 @@ def forward(
         if not piece.alone:
             before = (parts.of_queries(out), parts.of_queries(sums))
             part_out, part_sums = _put_together(before, (part_out, part_sums), mask)
-        out[:, piece.heads, piece.queries], sums[:, piece.heads, piece.queries] = part_out, part_sums
+        out[:, piece.heads, piece.queries] = part_out.to(out.dtype)
+        sums[:, piece.heads, piece.queries] = part_sums
+        del parts, mask, given, part_out, part_sums  # (so that the next piece's do not stand beside them)
     return out, sums.masked_fill_(sums == -torch.inf, 0.0)
 
 
@@ -426,7 +428,7 @@ def backward(
     ]
     sparsity = sparsity_of(layout)
     refuse_changed(sparsity)
-    for piece in _divided(attention, parts=True):
+    for piece in divided_pieces(attention, parts=True):
         parts = _Parts(piece, query, key)
         mask = parts.mask(sparsity, attn_mask, is_causal, query)
         given = (
@@ -443,6 +445,7 @@ def backward(
         of_query[:, piece.heads, piece.queries] += part_of_query
         parts.add_to_keys(of_key, part_of_key)
         parts.add_to_keys(of_value, part_of_value)
+        del parts, mask, given, wide, part_of_query, part_of_key, part_of_value
     grad_query, grad_key, grad_value = (
         x if x.dtype == dtype else x.copy_(y) for x, y in zip(results, sums, strict=True)
     )
@@ -475,7 +478,7 @@ def _backward_by_products(
     dropout = _Dropout.of(sparsity, seed, dropout_p)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     attention = attention or Attention(layout, query.shape[1], query.shape[2], is_causal)
-    for piece in attention.rows() if dropout is None else _pieces_at_once(attention, query):
+    for piece in attention.rows() if dropout is None else pieces_at_once(attention, len(query)):
         parts = _Parts(piece, query, key)
         mask = parts.mask(sparsity, attn_mask, is_causal, query)
         of_queries = [parts.of_queries(x).to(dtype) for x in (grad_out, query, out, logsumexp)]
