@@ -258,6 +258,62 @@ def _viewed(meanings: _Meanings, node: fx.Node) -> _Meaning:
     return meaning if len(after) >= 2 and before[-2:] == after[-2:] else None
 
 
+def _sliced(meanings: _Meanings, node: fx.Node) -> _Meaning:
+    """Return the meaning of a slice: positions along the dimension that is cut begin later."""
+    meaning = meanings.of(node.args[0])
+    dim, start, _, step = (*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :])
+    if not isinstance(meaning, _Position) or not isinstance(dim, int):
+        return _viewed(meanings, node)
+    if (dim if dim < 0 else dim - tensor(node).dim()) != meaning.dim:
+        return meaning
+    first = 0 if start is None else start
+    return replace(meaning, plus=meaning.plus + first) if type(first) is int and first >= 0 and step == 1 else None
+
+
+def _put_before(meanings: _Meanings, node: fx.Node) -> _Meaning:
+    """Return the meaning of positions with the one before the first of them put before them."""
+    parts: Any = node.args[0]
+    dim: Any = node.args[1] if len(node.args) > 1 else 0
+    one, other = (meanings.of(x) for x in parts) if len(parts) == 2 else (None, None)
+    if not isinstance(one, _Position) or not isinstance(other, _Position):
+        return None
+    along = dim if dim < 0 else dim - tensor(node).dim()
+    before = replace(other, plus=other.plus - 1)
+    return one if along == other.dim and one == before and _size(parts[0], along) == 1 else None
+
+
+def _indexed(meanings: _Meanings, node: fx.Node) -> _Meaning:
+    """Return the meaning of elements at positions: of positions these again, of a number the number."""
+    meaning, indices = meanings.of(node.args[0]), node.args[1]
+    if isinstance(meaning, _Number):
+        return meaning
+    source = tensor(node.args[0])  # type: ignore[arg-type]
+    if not isinstance(meaning, _Position) or len(indices) != source.dim() or None in indices:  # type: ignore[arg-type, operator]
+        return None
+    index = meanings.of(indices[meaning.dim])  # type: ignore[index, call-overload]
+    if not isinstance(index, _Position) or index.plus < 0:
+        return None
+    return replace(index, plus=index.plus + meaning.plus)
+
+
+def _counted(meanings: _Meanings, node: fx.Node) -> _Meaning:
+    """Return the meaning of a running sum of zeros."""
+    meaning = meanings.of(node.args[0])
+    return meaning if meaning == _Number(0.0) else None
+
+
+def _equality(equal: bool) -> _Rule:
+    """Return the rule of a comparison of two numbers: booleans that are all true, or the number 0 for all false."""
+
+    def rule(meanings: _Meanings, node: fx.Node) -> _Meaning:
+        one, other = (meanings.of(x) for x in node.args[:2])
+        if not isinstance(one, _Number) or not isinstance(other, _Number):
+            return None
+        return _Band(exact=True) if (one == other) == equal else _Number(0.0)
+
+    return rule
+
+
 def _expanded(meanings: _Meanings, node: fx.Node) -> _Meaning:
     """Return the meaning of an expansion, which leaves the dimensions of positions as they are."""
     meaning = meanings.of(node.args[0])
@@ -287,6 +343,9 @@ def _sum(sign: int) -> _Rule:
             and one.hidden == other.hidden == -math.inf
         ):
             return _Added(_both(one.band, other.band), -math.inf) if _same_sizes(node, one.band, other.band) else None
+        if sign == -1 and isinstance(one, _Position) and isinstance(other, _Position) and one.dim == other.dim:
+            sizes = {_size(x, one.dim) for x in (*node.args, node)}
+            return _Number(one.plus - other.plus) if len(sizes) == 1 else None
         return _difference(one, other, node) if sign == -1 else None
 
     return rule
@@ -418,7 +477,13 @@ _RULES: dict[Any, _Rule] = {
     **dict.fromkeys((aten.alias.default, aten.clone.default, aten.detach.default), _same),
     **dict.fromkeys((aten._to_copy.default, prims.convert_element_type.default), _converted),
     **dict.fromkeys((aten.unsqueeze.default, aten.squeeze.dim, aten.view.default, aten._unsafe_view.default), _viewed),
-    **dict.fromkeys((aten.reshape.default, aten.slice.Tensor), _viewed),
+    aten.reshape.default: _viewed,
+    aten.slice.Tensor: _sliced,
+    aten.cat.default: _put_before,
+    aten.index.Tensor: _indexed,
+    aten.cumsum.default: _counted,
+    **dict.fromkeys((aten.eq.Tensor, aten.eq.Scalar), _equality(True)),
+    **dict.fromkeys((aten.ne.Tensor, aten.ne.Scalar), _equality(False)),
     aten.expand.default: _expanded,
     aten.add.Tensor: _sum(1),
     aten.sub.Tensor: _sum(-1),

@@ -70,7 +70,33 @@ def in_documents(seen):
     return (documents[:, None, :, None] == documents[:, None, None, :]) & compared(seen)
 
 
-EXACT = {f.__name__: f for f in (compared, by_distance, both_ways, triangles, added_triangles, hidden)}
+def of_packed(positions):
+    """Return transformers' mask without padding: positions are read by index, and begin again at each document."""
+    length, every = positions.shape[1], torch.arange(1).view(1, 1, 1, 1)
+    documents = (torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+    q, k = ((every, torch.arange(length).view(shape)) for shape in ((1, 1, -1, 1), (1, 1, 1, -1)))
+    shown = (positions[k] <= positions[q]) & (positions[k] > positions[q] - WINDOW)
+    return shown & (documents[q] == documents[k])
+
+
+def as_if_packed(seen):
+    return of_packed(torch.arange(seen.shape[1])[None])
+
+
+def one_document_more(seen):
+    length = seen.shape[1]
+    return of_packed(torch.cat([torch.arange(500), torch.arange(length - 500)])[None])
+
+
+def sliced(seen):
+    later = torch.arange(seen.shape[1] + 3)[3:]
+    q, k = later[:, None] - 3, torch.arange(seen.shape[1])
+    return (k <= q) & (k > q - WINDOW)
+
+
+EXACT = {
+    f.__name__: f for f in (compared, by_distance, both_ways, triangles, added_triangles, hidden, as_if_packed, sliced)
+}
 BESIDES = {f.__name__: f for f in (padded, in_documents)}
 
 
@@ -181,9 +207,25 @@ def of_a_broadcast_row(seen):
     return ((k <= q) & (k > q - WINDOW))[600:601].expand(seen.shape[1], -1)
 
 
+def of_one_query(seen):
+    """The window of a query whose position is cut out, for all queries."""
+    q, k = torch.arange(seen.shape[1])[600:601, None], torch.arange(seen.shape[1])
+    return ((k <= q) & (k > q - WINDOW)).expand(seen.shape[1], -1)
+
+
 @pytest.mark.parametrize(
     "mask",
-    [causal, hides_itself, padded_by_a_number, wide, one_way_only, of_numbers, of_a_broadcast_row],
+    [
+        causal,
+        hides_itself,
+        padded_by_a_number,
+        wide,
+        one_way_only,
+        of_numbers,
+        of_a_broadcast_row,
+        of_one_query,
+        one_document_more,
+    ],
     ids=lambda f: f.__name__,
 )
 def test_what_is_no_window_or_does_not_pay_stays_as_it_is(mask):
@@ -222,11 +264,13 @@ def test_in_a_ring_ranks_send_what_the_window_shows_of_their_keys():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("use_cache", [True, False], ids=["cache", "no cache"])
 @pytest.mark.parametrize("name", ["mistral", "gemma3", "phi3"])
-def test_models_of_transformers(name):
+def test_models_of_transformers(name, use_cache):
     transformers = pytest.importorskip("transformers")
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "vocab_size": WORDS}
     sizes |= {"num_key_value_heads": 2, "intermediate_size": 48, "sliding_window": WINDOW, "pad_token_id": 0}
+    sizes |= {"use_cache": use_cache}
     torch.manual_seed(0)
     if name == "mistral":
         model, windows = transformers.MistralForCausalLM(transformers.MistralConfig(**sizes)), 2
