@@ -261,7 +261,8 @@ def _viewed(meanings: _Meanings, node: fx.Node) -> _Meaning:
 def _sliced(meanings: _Meanings, node: fx.Node) -> _Meaning:
     """Return the meaning of a slice: positions along the dimension that is cut begin later."""
     meaning = meanings.of(node.args[0])
-    dim, start, _, step = (*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :])
+    given: tuple[Any, ...] = node.args[1:]
+    dim, start, _, step = (*given, *(0, None, None, 1)[len(given) :])
     if not isinstance(meaning, _Position) or not isinstance(dim, int):
         return _viewed(meanings, node)
     if (dim if dim < 0 else dim - tensor(node).dim()) != meaning.dim:
@@ -274,7 +275,7 @@ def _put_before(meanings: _Meanings, node: fx.Node) -> _Meaning:
     """Return the meaning of positions with the one before the first of them put before them."""
     parts: Any = node.args[0]
     dim: Any = node.args[1] if len(node.args) > 1 else 0
-    one, other = (meanings.of(x) for x in parts) if len(parts) == 2 else (None, None)
+    one, other = [meanings.of(x) for x in parts] if len(parts) == 2 else (None, None)
     if not isinstance(one, _Position) or not isinstance(other, _Position):
         return None
     along = dim if dim < 0 else dim - tensor(node).dim()
