@@ -23,6 +23,7 @@ from torch import fx
 
 from zgraph.passes.canonicalize.sparse_attention import forward_of, replace_by_sparse
 from zgraph.passes.contract import graph_pass
+from zgraph.passes.spmd.sharding_rules import argument
 from zgraph.plan.attention import SlidingWindow, Sparsity, pattern_of
 from zgraph.program.counting import COUNTS, start_and_step
 from zgraph.program.cpu_attention import FORWARD, TENSORS
@@ -261,8 +262,7 @@ def _viewed(meanings: _Meanings, node: fx.Node) -> _Meaning:
 def _sliced(meanings: _Meanings, node: fx.Node) -> _Meaning:
     """Return the meaning of a slice: positions along the dimension that is cut begin later."""
     meaning = meanings.of(node.args[0])
-    given: tuple[Any, ...] = node.args[1:]
-    dim, start, _, step = (*given, *(0, None, None, 1)[len(given) :])
+    dim, start, step = (argument(node, at, default) for at, default in ((1, 0), (2, None), (4, 1)))
     if not isinstance(meaning, _Position) or not isinstance(dim, int):
         return _viewed(meanings, node)
     if (dim if dim < 0 else dim - tensor(node).dim()) != meaning.dim:
