@@ -83,10 +83,13 @@ class CaptureError(ZgraphError):
 class SizeError(CaptureError):
     """A size that was declared dynamic but can't be: the model makes a Python number of it, or more than arithmetic.
 
-    `sizes` are the names of the sizes that the error is about; () if it may be any.
+    `sizes` are the names of the sizes that the error is about; () if it may be any. `of_values` is whether a size depends
+    on values, and `inputs` are then the names of the user's inputs whose values alone decide it; () if others do.
     """
 
     sizes: tuple[str, ...] = ()
+    of_values: bool = False
+    inputs: tuple[str, ...] = ()
 
 
 class ModelError(ZgraphError):

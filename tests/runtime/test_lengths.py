@@ -12,6 +12,7 @@ import re
 import warnings
 import weakref
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -445,26 +446,30 @@ def _qwen2_vl() -> nn.Module:
     return t.Qwen2VLForConditionalGeneration(t.Qwen2VLConfig(text_config=text, vision_config=vision, **tokens))
 
 
-def images_and_words(model: nn.Module, rows: int, length: int, high: int) -> dict[str, torch.Tensor]:
-    """A batch of one image a row, `high` times 4 patches, each four of which are a word."""
+def images_and_words(model: nn.Module, length: int, sizes: Sequence[tuple[int, int]]) -> dict[str, torch.Tensor]:
+    """A batch of one image a row, with these numbers of patches in height and width, each four of which are a word."""
+    rows = len(sizes)
     draw = torch.Generator().manual_seed(1000 * rows + length)
-    grid = torch.tensor([[1, high, 4]] * rows)
+    grid = torch.tensor([(1, high, wide) for high, wide in sizes])
     ids, kinds = torch.randint(7, 97, (rows, length), generator=draw), torch.zeros(rows, length, dtype=torch.int32)
-    ids[:, 1 : 1 + high], kinds[:, 1 : 1 + high] = 3, 1
+    for row, (high, wide) in enumerate(sizes):
+        words = slice(1, 1 + high * wide // 4)
+        ids[row, words], kinds[row, words] = 3, 1
     places, _ = model.model.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=grid)
-    pixels = torch.randn(4 * high * rows, 96, generator=draw)
+    pixels = torch.randn(sum(high * wide for high, wide in sizes), 96, generator=draw)
     given = {"input_ids": ids, "labels": ids.clone(), "position_ids": places}
     return {**given, "pixel_values": pixels, "image_grid_thw": grid, "attention_mask": torch.ones_like(ids)}
 
 
 @pytest.mark.slow
-def test_a_model_of_images_and_words_has_one_program_for_each_grid():
+def test_a_model_of_images_and_words_has_one_program_for_each_number_of_images():
     pytest.importorskip("transformers")
     plain = _model("qwen2_vl")
     mine = zgraph.compile(copy.deepcopy(plain), zgraph.Plan(backend="eager"))
-    for rows, length, high in ((2, 20, 4), (2, 30, 4), (3, 33, 8), (2, 44, 4), (3, 12, 8)):
-        assert difference(mine, plain, images_and_words(plain, rows, length, high)) < 1e-6
-    assert len(mine.zgraph.programs) == 3  # (the first one at its sizes, then one for each grid)
+    a, b, c = (4, 4), (8, 4), (6, 10)
+    for length, *sizes in ((20, a, a), (30, a, b), (33, b, c, b), (44, c, a), (18, a, c, a), (50, b, b, b)):
+        assert difference(mine, plain, images_and_words(plain, length, sizes)) < 1e-6
+    assert len(mine.zgraph.programs) == 2
 
 
 def _batch(name: str, rows: int, length: int) -> dict[str, object]:

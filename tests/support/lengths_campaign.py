@@ -2,7 +2,7 @@
 
     python tests/support/lengths_campaign.py llama t5 --batches 200 --ranks 1 2 --zero 0 3
 
-(That of images and words has 2 or 3 images, of two formats.)
+(That of images and words has 2 or 3 images of any size.)
 Each rank has other sizes in each step; plain PyTorch computes all of them in one process.
 A row of docs/features/lengths.md's table is printed for each run.
 """
@@ -58,16 +58,20 @@ def _bytes() -> int:
 def _sizes(name: str, number: int, rank: int) -> tuple[int, int]:
     draw = random.Random(f"{name} {number} {rank}")
     if name == "qwen2_vl":  # (each number of images is a program of its own)
-        return draw.randint(2, 3), draw.randint(12, 200)
+        return draw.randint(2, 3), draw.randint(38, 200)
     return draw.randint(1, 8), draw.randint(3, 200)
 
 
 def _call(name: str, plain: nn.Module, rows: int, length: int) -> dict[str, object]:
     from test_lengths import _batch, images_and_words
 
-    return (
-        images_and_words(plain, rows, length, (4, 8)[length % 2]) if name == "qwen2_vl" else _batch(name, rows, length)
-    )
+    return images_and_words(plain, length, _images(rows, length)) if name == "qwen2_vl" else _batch(name, rows, length)
+
+
+def _images(rows: int, length: int) -> list[tuple[int, int]]:
+    """Heights and widths in patches, four of which are a word of the row."""
+    draw = random.Random(f"{rows} {length}")
+    return [(2 * draw.randint(2, 6), 2 * draw.randint(2, 6)) for _ in range(rows)]
 
 
 def run(name: str, zero: int, backend: str, batches: int) -> Outcome:

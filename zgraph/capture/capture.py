@@ -44,6 +44,7 @@ from zgraph.capture.symbolic_capture import (
     take_out_numbers,
     traced_sizes,
     with_own_sizes,
+    with_products,
 )
 from zgraph.errors import CaptureError, SignatureError, SizeError, UnsupportedError
 from zgraph.names import module_names
@@ -147,8 +148,12 @@ class Trace:
 
     def shapes_in(self, flat: Sequence[Any]) -> Callable[[torch.Tensor], tuple[int, ...]]:
         """Return a function that gives the shape of a fake tensor of the capture in a call with these flat inputs."""
-        point = {size.symbol: flat[size.index].shape[size.dim] for size in self.sizes}
+        point = dict(zip([size.symbol for size in self.sizes], symbols.numbers_at(self.sizes, flat), strict=True))
         return lambda fake: tuple(symbols.substituted(symbols.expression(size), point) for size in fake.shape)
+
+    def every_size(self) -> tuple[TracedSize, ...]:
+        """Return the sizes that are symbols, and the products of elements that are symbols by now."""
+        return with_products(self.sizes, self.flat.fake_mode.shape_env) if self.sizes else ()
 
     def source(self, index: int) -> str:
         """Return the user's name of a flat input."""
@@ -275,11 +280,12 @@ def trace(
         fake_args, fake_kwargs = fakes.inputs((args, kwargs))
         flat = _captured(types.MethodType(forward, module), fake_args, fake_kwargs, fakes)
         name_asserts(flat.graph_module)
-        flat.output_numbers = take_out_numbers(flat.graph_module) if fakes.open_dims else None
+        is_open = bool(fakes.open_dims or fakes.open_elements)
+        flat.output_numbers = take_out_numbers(flat.graph_module) if is_open else None
         flat.crops = pad_outputs(flat.graph_module)
         given = flat.flatten(module, fake_args, fake_kwargs)
         inputs = _roles(given, fakes, fake_args, fake_kwargs)
-        sizes = traced_sizes(flat.graph_module.graph, given, fakes.open_dims) if fakes.open_dims else ()
+        sizes = traced_sizes(flat, given, fakes.open_dims, fakes.open_elements) if is_open else ()
         former = _read_from_parameters(flat.graph_module.graph, given, inputs, memory, fakes)
         values = flat_values(flat)
         loss = _find_loss(flat, module, fake_args, fake_kwargs, values)
@@ -417,7 +423,13 @@ def _captured(bound: types.MethodType, args: tuple[Any, ...], kwargs: dict[str, 
             hint="take from it outside of forward, and give what it gave as an argument",
         )
     capture = functools.partial(
-        dynamo.capture_flat, bound, args, kwargs, open_dims=fakes.open_dims, values=fakes.values
+        dynamo.capture_flat,
+        bound,
+        args,
+        kwargs,
+        open_dims=fakes.open_dims,
+        values=fakes.values,
+        open_elements=fakes.open_elements,
     )
     numbers = list(fakes.open_sizes.numbers) if fakes.open_sizes is not None else []
     lists: list[Any] = []
@@ -497,12 +509,16 @@ def _capture(bound: types.MethodType, args: tuple[Any, ...], kwargs: dict[str, A
     Some models finish their construction in their first forward (under locks, with hooks), which can't be traced.
     """
 
+    capture = functools.partial(
+        dynamo.capture_flat, open_dims=fakes.open_dims, values=fakes.values, open_elements=fakes.open_elements
+    )
+
     def run() -> None:
         with dynamo.quiet(), fakes.mode, torch.no_grad():
             bound(*args, **kwargs)
 
     try:
-        return dynamo.capture_flat(bound, args, kwargs, open_dims=fakes.open_dims, values=fakes.values)
+        return capture(bound, args, kwargs)
     except Exception as first:  # (dynamo's own errors are of many types)
         with fake_tensors.held_after() as tensors:
             try:
@@ -517,7 +533,7 @@ def _capture(bound: types.MethodType, args: tuple[Any, ...], kwargs: dict[str, A
                 hint="build the model anew, run it once before compiling it, or make the tensor in the constructor",
             ) from first
         try:
-            flat = dynamo.capture_flat(bound, args, kwargs, open_dims=fakes.open_dims, values=fakes.values)
+            flat = capture(bound, args, kwargs)
         except Exception as error:
             raise _capture_error(error) from _caused_by(error, first)
         if not (
@@ -689,21 +705,29 @@ def _program(joint: fx.GraphModule, trace: Trace, name: str) -> Program:
     for node in graph.nodes:
         node.meta.pop("desc", None)
     program.recompile()
-    return with_own_sizes(program, trace.sizes, trace.open_sizes)
+    return with_own_sizes(program, trace.every_size(), trace.open_sizes)
 
 
 def _fold_sizes(graph: fx.Graph, trace: Trace) -> dict[fx.Node, TracedSize]:
     """Turn all sizes into numbers, except the capture's symbols, which get inputs of their own; return these inputs."""
     size_inputs: dict[fx.Node, TracedSize] = {}
     if trace.sizes:
-        refuse_numbers(trace.sizes, graph)
-        refuse_unknown(graph)
-        size_inputs = {node: size for size, node in canonical(graph, trace.sizes)}
+        env = trace.flat.fake_mode.shape_env
+        sizes = trace.every_size()
+        refuse_numbers(sizes, env)
+        refuse_unknown(graph, functools.partial(_user_name, trace))
+        size_inputs = {node: size for size, node in canonical(graph, sizes, env)}
     else:
         fold_data_dependent_sizes(graph)
         _note_as_strided(graph, trace)
     refuse_beyond_tables(graph)
     return size_inputs
+
+
+def _user_name(trace: Trace, placeholder: fx.Node) -> str | None:
+    """Return the user's name of an input of a joint graph; None for any other."""
+    kind, at = aot.describe_input(placeholder.meta.get("desc"))
+    return trace.source(at) if kind == "input" and trace.inputs[at].role is InputRole.INPUT else None
 
 
 def _note_as_strided(graph: fx.Graph, trace: Trace) -> None:

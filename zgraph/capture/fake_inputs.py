@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from zgraph.capture.symbolic_capture import SymbolicSizes
+from zgraph.capture.symbolic_capture import OpenElement, SymbolicSizes
 from zgraph.program.program import InputRole, ParamSpec
 from zgraph.torch_compat import dynamo
 
@@ -42,6 +42,8 @@ class Fakes:
             int, tuple[InputRole, str]
         ] = {}  # role and name of registered tensors, by the ids of fake tensors
         self.values: dict[int, torch.Tensor] = {}  # values of inputs that are constants, by the ids of fake tensors
+        # those of their elements that are open sizes, by the ids of fake tensors and the elements' numbers
+        self.open_elements: dict[int, dict[int, OpenElement]] = {}
         self.given_dtypes: dict[int, torch.dtype] = {}  # dtypes of inputs before their cast, by the ids of fake tensors
         self._registered: dict[int, Any] = {}  # fakes of registered tensors, by the ids of real ones
         self._inputs: dict[int, Any] = {}  # fakes of inputs, by the ids of real tensors
@@ -104,7 +106,12 @@ class Fakes:
             if names and id(x) not in self._registered:
                 self.open_dims[id(fake_input)] = names
             if self.open_sizes is not None and id(x) in self.open_sizes.values:
-                self.values[id(fake_input)] = x.detach().clone()
+                self.values[id(fake_input)] = x.detach().clone(memory_format=torch.contiguous_format)
+                if elements := self.open_sizes.elements.get(id(x)):
+                    self.open_elements[id(fake_input)] = elements
+                    for at, element in elements.items():
+                        point = self.open_sizes.points[element.name]
+                        self.values[id(fake_input)].view(-1)[at] = element.unit * point
         return self._inputs[id(x)]
 
     def _open(self, x: torch.Tensor, names: dict[int, str]) -> torch.Tensor:

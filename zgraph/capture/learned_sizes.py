@@ -12,6 +12,7 @@ What is learned must be equal on all ranks: they learn together, from the calls 
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,13 +23,16 @@ import torch
 from torch.utils import _pytree as pytree
 
 from zgraph.capture.replaced_forward import signature_of
-from zgraph.capture.symbolic_capture import SymbolicSizes, distinct
+from zgraph.capture.symbolic_capture import OpenElement, SymbolicSizes, distinct
 from zgraph.errors import PlanError, SignatureError
 from zgraph.names import did_you_mean
 from zgraph.plan.shapes import Size, declared
+from zgraph.torch_compat.element_sizes import KNOWN_DTYPES, LARGEST
 
 Place = tuple[int, int]
-"""A dimension: (number of the tensor in the call, number of its dimension)."""
+"""A dimension: (number of the tensor in the call, number of its dimension). Or an element of an input whose values are
+constants: (-1 - number of the constant in the call, number of the element), or a column of them.
+"""
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -41,6 +45,9 @@ Value = tuple[tuple[int, ...], tuple[int, ...]]
 MARK = "\0"  # around the number of a tensor in a signature, in place of its shape
 VALUE = "\1"  # around the number of a Python number, in place of its value
 CONSTANT = "\2"  # around the number of an input that is a constant, in place of its shape and values
+
+MAX_SIZES = 64  # an input of more whole numbers has no elements that are symbols
+EVERY = -1  # in the place of a column: all elements of a list, whose length differs from call to call
 
 
 @dataclass(frozen=True)
@@ -124,7 +131,10 @@ class Signature:
             ", ".join(str(names.get((number, d), n) if n > 1 else n) for d, n in enumerate(tensor.shape))
             for number, tensor in enumerate(self.tensors)
         ]
-        values = [f"{list(shape)} of value {list(numbers)}" for shape, numbers in self.values]
+        values = []
+        for constant, (shape, numbers) in enumerate(self.values):
+            elements = [str(names.get((~constant, at), n)) for at, n in enumerate(numbers)]
+            values.append(f"{list(shape)} of value [{', '.join(elements)}]")
         return self._filled(shapes, ["any" if at in given else value for at, value in enumerate(self.numbers)], values)
 
     @property
@@ -171,12 +181,16 @@ class Family:
     # inputs whose sizes the plan declares, and which can't be symbols because the inputs are not contiguous
     scattered: tuple[str, ...] = ()
     padded: set[Place] = field(default_factory=set)  # dimensions that are padded to buckets: numbers in each program
+    # the names of the inputs whose values are constants, and their elements perhaps sizes, by the constants' numbers
+    elements: Mapping[int, str] = field(default_factory=dict)
     first: Shapes = ()  # the shapes of the first call
-    differed: set[Place] = field(default_factory=set)  # dimensions that had several sizes
+    first_values: tuple[Value, ...] = ()  # the shapes and values of its constants
+    differed: set[Place] = field(default_factory=set)  # dimensions, and columns of constants, that had several sizes
     # a number for each dimension: dimensions with the same number were equal in every call
     equal: dict[Place, int] = field(default_factory=dict)
     points: dict[Place, int] = field(default_factory=dict)  # the largest size of each so far
-    closed: dict[Place, str] = field(default_factory=dict)  # dimensions that the model needs as numbers, and why
+    # dimensions, and columns of constants, that the model needs as numbers, and why
+    closed: dict[Place, str] = field(default_factory=dict)
     # dimensions that did not differ, and are open because they are equal to others that are
     alike: set[Place] = field(default_factory=set)
     # dimensions that did not differ, and that the model needs as numbers
@@ -186,7 +200,9 @@ class Family:
     # the shapes of the first call with each of the latest constants
     by_values: dict[tuple[Value, ...], Shapes] = field(default_factory=dict)
     anticipate: bool = False  # whether sizes that are likely to differ are open before they do
-    names: dict[Place, str] = field(default_factory=dict)  # the names of the open dimensions
+    names: dict[Place, str] = field(default_factory=dict)  # the names of the open dimensions (not of elements)
+    # what all elements in a column of a constant were multiples of, besides 0 and 1
+    divisors: dict[Place, int] = field(default_factory=dict)
     first_numbers: Numbers | None = None  # the Python numbers of the first call
     given: set[int] = field(default_factory=set)  # Python numbers that had several values, and are given to programs
     constant: set[int] = field(default_factory=set)  # Python numbers that a program can't be given
@@ -207,7 +223,8 @@ class Family:
             self.free |= {(t, d) for t, shape in enumerate(one) for d, n in enumerate(shape) if before[t][d] != n}
             while len(self.by_values) > KNOWN_VALUES:
                 del self.by_values[next(iter(self.by_values))]
-            self.first = self.first or one
+            if not self.first:
+                self.first, self.first_values = one, values
             sizes = {(t, d): size for t, shape in enumerate(one) for d, size in enumerate(shape)}
             numbers: dict[tuple[int, int], int] = {}
             for place, size in sizes.items():
@@ -215,7 +232,95 @@ class Family:
                 if size != self.first[place[0]][place[1]] and place not in self.padded:
                     self.differed.add(place)
                 self.equal[place] = numbers.setdefault((self.equal.get(place, 0), size), len(numbers))
+            for constant in self.elements:
+                self._learn_elements(constant, values[constant])
         self._name(self._open())
+
+    def expect(self, shapes: Shapes, values: tuple[Value, ...], *, anticipate: bool) -> None:
+        """Give names to the sizes of this rank's first call, which ranks have not learned from together: which call was
+        the first, all ranks must know alike."""
+        self.learn([(shapes, values)], anticipate=anticipate)
+        self.first, self.first_values, self.by_values = (), (), {}
+
+    def _learn_elements(self, constant: int, value: Value) -> None:
+        """Take in a value of a constant whose elements may be sizes."""
+        other = _other_columns(self.first_values[constant], value)
+        self.differed |= {(~constant, column) for column in other}
+        shape, numbers = value
+        for at, number in enumerate(numbers if len(shape) > 1 else ()):
+            if number > 1:
+                column = (~constant, at % _width(shape))
+                self.divisors[column] = math.gcd(self.divisors.get(column, 0), number)
+
+    def unit(self, column: Place) -> int:
+        """Return the number of which all elements in a column of a constant are multiples: a symbol is so many times
+        smaller.
+
+        (Heights of images are even: h // 2 is a symbol then, and 2 * (h // 2) is h, which torch could not tell.)
+        """
+        divisor = self.divisors.get(column, 1)
+        return next((prime for prime in (2, 3, 5, 7) if divisor % prime == 0), 1)
+
+    def size(self, shapes: Shapes, values: tuple[Value, ...], place: Place) -> int:
+        """Return the size of an open dimension in a call; of an element of a constant, how many units it is."""
+        number, at = place
+        if number >= 0:
+            return shapes[number][at]
+        shape, numbers = values[~number]
+        return numbers[at] // self.unit((number, at % _width(shape)))
+
+    def names_in(self, signature: Signature) -> Mapping[Place, str]:
+        """Return the names of the open dimensions, and of the elements of constants that are symbols in this call."""
+        return self._names_for(signature.values)
+
+    def _names_for(self, values: tuple[Value, ...]) -> Mapping[Place, str]:
+        if not self.elements or not (self.anticipate or any(number < 0 for number, _ in self.differed)):
+            return self.names
+        names = dict(self.names)
+        taken = {*names.values(), *(size.name for size in self.declared.values())}
+        for constant, path in self.elements.items():
+            shape, numbers = values[constant]
+            if len(numbers) > MAX_SIZES:
+                continue
+            every = self.anticipate or (~constant, EVERY) in self.differed
+            for at, number in enumerate(numbers):
+                column = (~constant, at % _width(shape))
+                unit = self.unit(column)
+                fits = unit < number <= LARGEST and number % unit == 0
+                if (every or column in self.differed) and column not in self.closed and fits:
+                    index = "_".join(map(str, _index(at, shape)))
+                    name = f"{_identifier(path)}_{index}" + (f"_by_{unit}" if unit > 1 else "")
+                    while name in taken:
+                        name += "_"
+                    taken.add(name)
+                    names[~constant, at] = name
+        return names
+
+    def presumed(self, names: Collection[str]) -> set[Place]:
+        """Return the dimensions of these names that are open and have not differed themselves."""
+        return {place for place, name in self.names.items() if name in names} - self.differed - self.declared.keys()
+
+    def close_elements(self, signature: Signature, names: Collection[str], why: str) -> list[str]:
+        """Make elements of constants numbers from now on, which a capture could not have as symbols: all in the columns
+        of those that have these names in a call. Return what they are, in words."""
+        gone: dict[int, dict[int, str]] = {}  # what to say of each column, by constants' numbers
+        left = set()  # constants that have other columns
+        for (number, at), name in self.names_in(signature).items():
+            if number >= 0:
+                continue
+            shape = signature.values[~number][0]
+            column = at % _width(shape)
+            if name in names:
+                index = ", ".join([*[":"] * (len(shape) - 1), str(column)])
+                gone.setdefault(~number, {})[column] = f"{self.elements[~number]}[{index}]"
+            else:
+                left.add(~number)
+        self.closed |= {(~constant, column): why for constant, columns in gone.items() for column in columns}
+        return [
+            word
+            for constant, columns in gone.items()
+            for word in (columns.values() if constant in left or len(columns) == 1 else [self.elements[constant]])
+        ]
 
     def close(self, names: Sequence[str], why: str) -> bool:
         """Make the sizes of these names, which a capture could not have as symbols, numbers from now on; return whether
@@ -224,14 +329,14 @@ class Family:
         It is not final for dimensions that have not differed themselves, or whose sizes constants decide: they may
         become symbols when they differ.
         """
-        places = {place for place, name in self.names.items() if name in names}
-        presumed = places - self.differed - self.declared.keys()
+        places, presumed = {place for place, name in self.names.items() if name in names}, self.presumed(names)
         decided = {p for p in places if len(self.by_values) > 1 and p not in self.free} - self.declared.keys()
         if presumed:
             numbers = {self.equal[p] for p in presumed}
             more = {p for p in self.equal if self.equal[p] in numbers} - places - self.fixed - self.closed.keys()
             # (position_ids of 3 x batch x seq, in calls with a batch of 3)
-            by_chance = {(t, d) for t, d in presumed if d == 0 and any(p[0] == t for p in presumed & self.alike)}
+            likely = presumed if self.anticipate else presumed & self.alike
+            by_chance = {(t, d) for t, d in presumed if d == 0 and any(p[0] == t and p[1] for p in likely)}
             self.alike |= more  # (a batch that is dimension 1 of another input)
             self.fixed |= set() if more else by_chance or presumed
         elif decided:
@@ -246,7 +351,7 @@ class Family:
 
         Where a dimension of a tensor differed, its rows are taken for a batch, which will differ too.
         """
-        rows = {(t, 0) for t, _ in self.differed}
+        rows = {(t, 0) for t, _ in self.differed if t >= 0}
         likely = {(t, d) for t, d in self.equal if self.anticipate and (d == 0 or self.whole[t])}
         batches = {self.equal[p] for p in rows if p in self.equal}
         presumed = likely | self.alike | {p for p in self.equal if p[1] == 0 and self.equal[p] in batches}
@@ -286,8 +391,7 @@ class Family:
         simple = "batch" if dim == 0 else "seq" if dim == 1 else ""
         if simple and simple not in taken:
             return simple
-        argument = "".join(c if c.isalnum() else "_" for c in self.paths[number]).strip("_") or "input"
-        name = f"{argument}_{dim}" if argument.isidentifier() else f"input_{argument}_{dim}"
+        name = f"{_identifier(self.paths[number])}_{dim}"
         while name in taken:
             name += "_"
         return name
@@ -297,8 +401,8 @@ class Family:
         that is not as declared."""
         sizes: dict[str, int] = {}
         where: dict[str, Place] = {}
-        for place, name in self.names.items():
-            size = signature.tensors[place[0]].shape[place[1]]
+        for place, name in self.names_in(signature).items():
+            size = self.size(signature.shapes, signature.values, place)
             declared = self.declared.get(place)
             if declared is not None:
                 self._check(place, size, declared, sizes, where)
@@ -348,22 +452,29 @@ class Family:
         """Return the sizes that a capture for this call has as symbols, except those in `without`; None where all of
         its sizes are numbers.
 
-        The capture is made `at` these sizes, by default at the typical ones, else at the largest so far. Sizes that
-        constants may decide have those of the first call with these constants.
+        The capture is made `at` these sizes, by default at the typical ones, else at the largest so far. Elements of
+        constants, and sizes that constants may decide, have those of the first call that has such constants.
         """
         here = {n: size for n, size in self.point(signature).items() if n not in without}
         given = tuple(self.sources[at] for at in sorted(self.given))
         if not here:
             return SymbolicSizes({}, {}, {}, given) if given else None
         names: dict[int, dict[int, str]] = {}
+        elements: dict[int, dict[int, OpenElement]] = {}
         points: dict[str, int] = {}
-        for (number, dim), name in self.names.items():
-            if name in here and signature.tensors[number].shape[dim] > 1:
+        names_here = self.names_in(signature)
+        shapes, values = self._first_like(signature)
+        for (number, dim), name in names_here.items():
+            if name not in here or self.size(signature.shapes, signature.values, (number, dim)) <= 1:
+                continue
+            if number < 0:
+                unit = self.unit((number, dim % _width(signature.values[~number][0])))
+                elements.setdefault(id(signature.constants[~number]), {})[dim] = OpenElement(name, unit)
+                points[name] = self.size(shapes, values, (number, dim))
+            else:
                 names.setdefault(id(signature.tensors[number]), {})[dim] = name
-                decided = signature.values in self.by_values and (number, dim) not in self.free
-                first = self.by_values[signature.values] if signature.values and decided else None
-                most = first[number][dim] if first is not None else self.points[number, dim]
-                points[name] = max(points.get(name, 0), most)
+                decided = bool(values) and (number, dim) not in self.free
+                points[name] = max(points.get(name, 0), shapes[number][dim] if decided else self.points[number, dim])
         ranges: dict[str, tuple[int, int | None]] = {}
         for size in self.declared.values():
             if size.max is not None:
@@ -372,8 +483,32 @@ class Family:
                 points[size.name] = size.typical
         points |= {n: size for n, size in (at or {}).items() if n in points}
         bounded = {n: min(p, ranges[n][1] or p) if n in ranges else p for n, p in points.items()}
-        exact = {name for place, name in self.names.items() if signature.values and place not in self.free}
-        return SymbolicSizes(names, distinct(bounded, exact), ranges, given, asked=dict(at or {}))
+        exact = {name for place, name in names_here.items() if signature.values and place not in self.free}
+        return SymbolicSizes(
+            names, distinct(bounded, exact, stay=bool(elements)), ranges, given, elements=elements, asked=dict(at or {})
+        )
+
+    def _first_like(self, signature: Signature) -> tuple[Shapes, tuple[Value, ...]]:
+        """Return the shapes and constants of the first call with constants that the same program serves: the same on all
+        ranks, which must make equal programs."""
+        form = self._form(signature.shapes, signature.values)
+        for values, shapes in self.by_values.items():
+            if self._form(shapes, values) == form:
+                return shapes, values
+        return self.by_values.get(signature.values, signature.shapes), signature.values
+
+    def _form(self, shapes: Shapes, values: tuple[Value, ...]) -> Any:
+        """Return what calls have in common that one program may serve."""
+        names = self._names_for(values)
+        dims = [
+            tuple(names.get((number, dim), size) if size > 1 else size for dim, size in enumerate(shape))
+            for number, shape in enumerate(shapes)
+        ]
+        elements = [
+            (shape, tuple(names.get((~constant, at), number) for at, number in enumerate(numbers)))
+            for constant, (shape, numbers) in enumerate(values)
+        ]
+        return dims, elements
 
     def note_constants(self, constants: Collection[str]) -> None:
         """Make Python numbers that a program could not be given constants again, by their names in captures."""
@@ -382,17 +517,52 @@ class Family:
         self.given -= positions
 
 
+def _identifier(path: str) -> str:
+    """Return the name of an input as the beginning of names of sizes."""
+    argument = "".join(c if c.isalnum() else "_" for c in path).strip("_") or "input"
+    return argument if argument.isidentifier() else f"input_{argument}"
+
+
+def _width(shape: tuple[int, ...]) -> int:
+    """Return how many columns a constant has: those of a table; of a list each element is one."""
+    return max(shape[-1], 1) if shape else 1
+
+
+def _index(at: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the index of an element in a tensor of this shape."""
+    index: list[int] = []
+    for size in reversed(shape):
+        index.insert(0, at % size)
+        at //= size
+    return tuple(index) or (0,)
+
+
+def _other_columns(one: Value, other: Value) -> set[int]:
+    """Return the columns in which two values of a constant differ. (Of tables with other numbers of rows these are the
+    columns with other numbers in them.)"""
+    (shape, elements), (other_shape, other_elements) = one, other
+    width = _width(shape)
+    if width != _width(other_shape):
+        return {EVERY}
+    if shape == other_shape:
+        return {at % width for at, (a, b) in enumerate(zip(elements, other_elements, strict=True)) if a != b}
+    return {column for column in range(width) if set(elements[column::width]) != set(other_elements[column::width])}
+
+
 class LearnedSizes:
-    """The families of a model's calls. Dimensions that are `padded` are numbers in programs."""
+    """The families of a model's calls. Dimensions that are `padded` are numbers in programs, and so is each element of
+    the inputs that `values` names."""
 
     def __init__(
         self,
         dynamic: Mapping[str, Mapping[str, Size]],
         parameters: Sequence[inspect.Parameter],
         padded: Mapping[str, Collection[int]] = MappingProxyType({}),
+        values: Collection[str] = (),
     ) -> None:
         self.dynamic, self.parameters, self.padded = dynamic, tuple(parameters), padded
         self.sizes = declared(dict(dynamic))  # type: ignore[arg-type]
+        self.values = frozenset(values)
         self._families: dict[str, Family] = {}
 
     def family(self, signature: Signature) -> Family:
@@ -405,9 +575,19 @@ class LearnedSizes:
             known = self._families[signature.family] = Family(
                 paths, whole, signature.sources(self.parameters), self._declared(signature, paths)
             )
+            known.elements = self._elements(signature)
             known.scattered = self._scattered(signature, paths)
             known.padded = {(number, dim) for number, path in enumerate(paths) for dim in self.padded.get(path, ())}
         return known
+
+    def _elements(self, signature: Signature) -> dict[int, str]:
+        """Return the names of the constants whose elements may be sizes, by their numbers: those that are not declared
+        to be constants."""
+        leaves = inputs_by_path([p.name for p in self.parameters], *signature.call) if signature.constants else {}
+        paths_by_id = {id(leaf): path for path, leaf in leaves.items()}
+        named = [(at, paths_by_id[id(constant)]) for at, constant in enumerate(signature.constants)]
+        known = {at for at, constant in enumerate(signature.constants) if constant.dtype in KNOWN_DTYPES}
+        return {at: path for at, path in named if path not in self.values and at in known}
 
     def opened(self, signature: Signature) -> SymbolicSizes | None:
         """Return the sizes that a capture for one call has as symbols: the declared ones. Raises as `family` and

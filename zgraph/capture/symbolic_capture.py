@@ -1,13 +1,15 @@
 """Captures in which sizes of inputs are symbols, so that one program serves every call that differs in them.
 
 A size has a name; dimensions of one name are equal in every call. Dynamo and AOTAutograd trace with a symbol for each
-name, at a point (numbers that no two names share: equal ones are one symbol), and record as guards what they relied on.
+name, at a point (numbers that no two names share: equal ones are one symbol; where elements of inputs are sizes, names
+decide: `symbols.by_name`), and record as guards what they relied on.
 Afterwards the program gets an environment of its own, one input for each symbol, and the guards as its `Sizes`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,7 +25,18 @@ from zgraph.program.node import NodeInfo, Phase, info, set_info
 from zgraph.program.program import InputRole, Program
 from zgraph.program.sizes import ProgramSize, SizeGuard, Sizes, is_symbolic
 from zgraph.torch_compat import symbols
-from zgraph.torch_compat.flat_capture import OutputNumbers
+from zgraph.torch_compat.element_sizes import fits, given_elements
+from zgraph.torch_compat.flat_capture import FlatCapture, OutputNumbers
+from zgraph.torch_compat.products_of_sizes import factors_in
+from zgraph.torch_compat.symbols import Element, SizePlace
+
+
+@dataclass(frozen=True)
+class OpenElement:
+    """An element of an input that is a size."""
+
+    name: str  # the size's name
+    unit: int  # the size is the element divided by this
 
 
 @dataclass(frozen=True)
@@ -36,6 +49,8 @@ class SymbolicSizes:
     ranges: Mapping[str, tuple[int, int | None]] = field(default_factory=dict)
     numbers: tuple[str, ...] = ()  # Python numbers that are given to the program, by their names in captures
     values: frozenset[int] = frozenset()  # ids of tensors whose values are constants of the program
+    # those of their elements that are sizes, by the tensors' ids and the elements' numbers
+    elements: Mapping[int, dict[int, OpenElement]] = field(default_factory=dict)
     asked: Mapping[str, int] = field(default_factory=dict)  # sizes that an earlier program refused, by name
 
 
@@ -46,43 +61,86 @@ class TracedSize:
     name: str  # the size's name
     symbol: Any  # a sympy symbol
     index: int  # the flat input that has it
-    dim: int  # the dimension of that input
+    dim: int = 0  # the dimension of that input
+    # the elements of that input whose product it is; empty for the size of a dimension
+    elements: tuple[Element, ...] = ()
+    factors: tuple[str, ...] = ()  # the names of the sizes that these elements are
 
 
-def distinct(points: Mapping[str, int], exact: Collection[str] = ()) -> dict[str, int]:
+def distinct(points: Mapping[str, int], exact: Collection[str] = (), *, stay: bool = False) -> dict[str, int]:
     """Return the points changed so that none are equal, and none is 0 or 1.
 
-    They grow by as little as possible; those that are `exact` change only if there is no other way.
+    They grow by as little as possible; those that are `exact` change only if there is no other way, and not at all if
+    they are to `stay`.
     """
     distinct_points: dict[str, int] = {}
     for name in sorted(points, key=lambda name: (name not in exact, name)):
         point = max(points[name], 2)
-        while point in distinct_points.values():
+        while point in distinct_points.values() and not (stay and name in exact):
             point += 1
         distinct_points[name] = point
     return distinct_points
 
 
 def traced_sizes(
-    graph: fx.Graph, given: Sequence[Any], open_dims: Mapping[int, Mapping[int, str]]
+    flat: FlatCapture,
+    given: Sequence[Any],
+    open_dims: Mapping[int, Mapping[int, str]],
+    open_elements: Mapping[int, Mapping[int, OpenElement]],
 ) -> tuple[TracedSize, ...]:
     """Return the sizes of a capture by its flat inputs. Raises `SizeError` for one that the model has turned into a
     number."""
     traced: dict[str, TracedSize] = {}
-    for index, (value, node) in enumerate(zip(given, graph.find_nodes(op="placeholder"), strict=True)):
+    for index, (value, node) in enumerate(
+        zip(given, flat.graph_module.graph.find_nodes(op="placeholder"), strict=True)
+    ):
+        example = node.meta["example_value"]
         for dim, name in open_dims.get(id(value), {}).items():
-            size = node.meta["example_value"].shape[dim]
-            symbol = symbols.given_symbol(size)
+            symbol = symbols.given_symbol(example.shape[dim])
             if symbol is None:
                 raise _of_size(
-                    name,
+                    (name,),
                     f"size {name!r} can't differ from call to call",
-                    why=f"dimension {dim} of flat input {index} became the number {size}",
+                    why=f"dimension {dim} of flat input {index} became the number {example.shape[dim]}",
                 )
             known = traced.setdefault(name, TracedSize(name, symbol, index, dim))
             assert known.symbol == symbol, f"{name}: {known.symbol} and {symbol}"
-    refuse_numbers(tuple(traced.values()), graph)
+        elements = given_elements(example) or []
+        for at, one in open_elements.get(id(value), {}).items() if elements else ():
+            symbol = symbols.multiple_of(elements[at])[1]
+            elements_of = (Element(at, one.unit),)
+            traced[one.name] = TracedSize(one.name, symbol, index, elements=elements_of, factors=(one.name,))
+    env = flat.fake_mode.shape_env
+    refuse_numbers(with_products(tuple(traced.values()), env), env)
+    if elsewhere := symbols.asked_elements(env) - traced.keys():
+        raise _of_size(
+            tuple(sorted(elsewhere)),
+            f"forward decides by {', '.join(sorted(elsewhere))}, and computes nothing with that input",
+            why="a program has no such input, so it could not check its values",
+        )
     return tuple(traced.values())
+
+
+def with_products(traced: Sequence[TracedSize], env: Any) -> tuple[TracedSize, ...]:
+    """Return the sizes of a capture, and the products of elements that have a symbol in its environment by now.
+
+    Raises `SizeError` for a product of elements of several inputs.
+    """
+    by_name = {size.name: size for size in traced if size.elements}
+    known = {size.symbol for size in traced}
+    products = []
+    for symbol, factors in factors_in(env).items():
+        if symbol in known or not by_name.keys() >= set(factors):  # (of an input that no graph has: see `traced_sizes`)
+            continue
+        sizes = [by_name[name] for name in factors]
+        if len({size.index for size in sizes}) > 1:
+            raise _of_size(
+                factors, "elements of several inputs are multiplied", why="a size is made of those of one input"
+            )
+        elements = tuple(element for size in sizes for element in size.elements)
+        name = "_times_".join(factors)
+        products.append(TracedSize(name, symbol, sizes[0].index, elements=elements, factors=factors))
+    return (*traced, *products)
 
 
 def take_out_numbers(module: fx.GraphModule) -> OutputNumbers | None:
@@ -102,10 +160,20 @@ def take_out_numbers(module: fx.GraphModule) -> OutputNumbers | None:
         if of_size and not node.users:
             module.graph.erase_node(node)
     module.recompile()
-    places: dict[Any, tuple[int, int]] = {}
+    places: dict[Any, SizePlace] = {}
     for index, node in enumerate(module.graph.find_nodes(op="placeholder")):
         for dim, size in enumerate(getattr(node.meta["example_value"], "shape", ())):
-            places.setdefault(symbols.given_symbol(size), (index, dim))
+            places.setdefault(symbols.given_symbol(size), SizePlace(index, dim))
+        for at, number in enumerate(given_elements(node.meta["example_value"]) or ()):
+            unit, symbol = symbols.multiple_of(number)
+            if symbol is not None:
+                places.setdefault(symbol, SizePlace(index, elements=(Element(at, unit),)))
+    env = next((symbols.environment(number) for number in numbers.values()), None)
+    by_name = {factors[0]: symbol for symbol, factors in factors_in(env).items() if len(factors) == 1}
+    for symbol, factors in factors_in(env).items():
+        of = [places[by_name[name]] for name in factors if by_name[name] in places]
+        if len(of) == len(factors) > 1 and len({place.index for place in of}) == 1:
+            places[symbol] = SizePlace(of[0].index, elements=tuple(e for place in of for e in place.elements))
     free = symbols.free_symbols(tuple(numbers.values()))
     if free - places.keys():
         raise SizeError(
@@ -116,47 +184,47 @@ def take_out_numbers(module: fx.GraphModule) -> OutputNumbers | None:
     return OutputNumbers(numbers, {symbol: places[symbol] for symbol in free})
 
 
-def refuse_numbers(traced: Sequence[TracedSize], graph: fx.Graph) -> None:
-    """Raise `SizeError` for a size that the trace has turned into a number."""
-    for size in traced:
-        env = _environment(graph)
-        number = symbols.specialised(env, size.symbol)
-        if number is not None:
-            raise _of_size(
-                size.name,
-                f"size {size.name!r} can't differ from call to call",
-                where=symbols.bounded_by(env, size.symbol),
-                why=f"the model is written for one number there, {number} in this call",
-                hint=f"leave {size.name!r} out of dynamic: each of its sizes is a program of its own",
-            )
+def refuse_numbers(traced: Sequence[TracedSize], env: Any) -> None:
+    """Raise `SizeError` for a size that the trace in this environment has turned into a number (for all elements of
+    inputs together)."""
+    numbers = {size: symbols.specialised(env, size.symbol) for size in traced}
+    gone = [size for size in traced if numbers[size] is not None]
+    if not gone:
+        return
+    first, name = gone[0], gone[0].name
+    raise _of_size(
+        tuple({name: None for size in gone for name in size.factors}) if first.elements else (name,),
+        f"size {name!r} can't differ from call to call",
+        where=symbols.bounded_by(env, first.symbol),
+        why=f"the model is written for one number there, {numbers[first]} in this call",
+        hint=f"leave {name!r} out of dynamic: each of its sizes is a program of its own",
+    )
 
 
-def _of_size(name: str, what: str, **told: str | None) -> SizeError:
-    """Return an error that records which size it is about."""
+def _of_size(names: tuple[str, ...], what: str, **told: str | None) -> SizeError:
+    """Return an error that records which sizes it is about."""
     error = SizeError(what, **told)
-    error.sizes = (name,)
+    error.sizes = names
     return error
 
 
-def _environment(graph: fx.Graph) -> Any:
-    for node in graph.nodes:
-        value = node.meta.get("example_value", node.meta.get("val"))
-        for size in value.shape if isinstance(value, torch.Tensor) else ():
-            if is_symbolic(size):
-                return symbols.environment(size)
-    raise AssertionError("no size is open")
+def refuse_unknown(graph: fx.Graph, user_name: Callable[[fx.Node], str | None]) -> None:
+    """Raise `SizeError` where sizes depend on values: such nodes become regions, whose own sizes must be numbers.
 
-
-def refuse_unknown(graph: fx.Graph) -> None:
-    """Raise `SizeError` where sizes depend on values: such nodes become regions, whose own sizes must be numbers."""
+    `user_name` gives the user's name of an input, None for others than the user's.
+    """
     for node in graph.nodes:
         if symbols.has_unknown(node.meta.get("val")) or node.target in LOOKED_AT:
-            raise SizeError(
+            error = SizeError(
                 "the model has sizes that depend on values (a mask that selects, nonzero)",
                 where=info(node).source or None,
                 why="programs whose sizes differ from call to call have none",
                 hint="use torch.where or a mask of weights in place of selecting",
             )
+            error.of_values = True
+            names = {user_name(read) for read in _read_by(node)}
+            error.inputs = tuple(sorted(name for name in names if name is not None)) if None not in names else ()
+            raise error
         if node.target is torch.ops.aten.as_strided.default and symbols.free_symbols(node.meta.get("val")):
             raise SizeError(
                 "as_strided is given sizes that differ from call to call",
@@ -166,8 +234,19 @@ def refuse_unknown(graph: fx.Graph) -> None:
             )
 
 
-def canonical(graph: fx.Graph, traced: Sequence[TracedSize]) -> list[tuple[TracedSize, fx.Node]]:
-    """Rewrite every number of the graph as arithmetic on one new input for each symbol; return these inputs.
+def _read_by(node: fx.Node) -> set[fx.Node]:
+    """Return the placeholders that a node depends on."""
+    seen, todo = {node}, [node]
+    while todo:
+        new = set(todo.pop().all_input_nodes) - seen
+        seen |= new
+        todo += new
+    return {n for n in seen if n.op == "placeholder"}
+
+
+def canonical(graph: fx.Graph, traced: Sequence[TracedSize], env: Any) -> list[tuple[TracedSize, fx.Node]]:
+    """Rewrite every number of the graph as arithmetic on one new input for each symbol of its environment; return these
+    inputs.
 
     Raises `SizeError` for an output that is a number (a whole one was taken out before).
     """
@@ -189,7 +268,6 @@ def canonical(graph: fx.Graph, traced: Sequence[TracedSize]) -> list[tuple[Trace
     for size in [t for t in traced if t.symbol in free and by_symbol[t.symbol] is t]:
         with graph.inserting_after(last):
             last = graph.placeholder(f"size_{size.name}")
-        env = _environment(graph)
         last.meta["val"] = env.create_symintnode(size.symbol, hint=symbols.point(env, size.symbol))
         set_info(last, NodeInfo(phase=Phase.FORWARD))
         size_inputs.append((size, last))
@@ -224,12 +302,12 @@ def with_own_sizes(program: Program, traced: Sequence[TracedSize], declared: Sym
     env = program.fake_mode.shape_env
     symbols_of = {t.symbol: t.name for t in reversed(traced)}
     sizes.named_symbols(env, symbols_of)
+    conditions = [(g.condition, g.where) for g in symbols.guards(env)]
+    conditions += [(c, None) for c in map(env.replace, fits(env)) if not c.is_Boolean or c.free_symbols]
     asked = [
-        SizeGuard(symbols.text(g.condition, symbols_of), g.where)
-        for g in symbols.guards(env)
-        if g.condition.free_symbols <= symbols_of.keys()
+        SizeGuard(symbols.text(c, symbols_of), where) for c, where in conditions if c.free_symbols <= symbols_of.keys()
     ]
-    if len(asked) < len(symbols.guards(env)):
+    if len(asked) < len(conditions):
         raise SizeError(
             "sizes are compared with numbers that the model changes", why="a program can't be told of these"
         )
@@ -237,7 +315,8 @@ def with_own_sizes(program: Program, traced: Sequence[TracedSize], declared: Sym
     tables = table_bounds(program.graph, symbols_of)
     every = tuple(_known_size(t, env, declared, tables.get(t.name)) for t in traced)
     own_sizes = Sizes(tuple(s for s in every if s.name in own), (), tuple(s for s in every if s.name not in own))
-    if not own_sizes:
+    if not own_sizes:  # (the model decides by elements of inputs, and computes nothing with them)
+        program.sizes = replace(own_sizes, guards=tuple(dict.fromkeys(asked)))
         return program
     mode, given = sizes.new_mode(own_sizes.symbols, own_sizes.typical)
     new_program = sizes.converted(program, mode, given, own_sizes)
@@ -246,7 +325,8 @@ def with_own_sizes(program: Program, traced: Sequence[TracedSize], declared: Sym
     ):  # (the guards of evaluating the operators once more are among its conditions)
         pass
     new_guards = sizes.guards_of(mode.shape_env)
-    new_program.sizes = replace(own_sizes, guards=tuple(dict.fromkeys([*asked, *new_guards])))
+    by_condition = {guard.condition: guard for guard in reversed([*asked, *new_guards])}  # (the first one has a line)
+    new_program.sizes = replace(own_sizes, guards=tuple(reversed(by_condition.values())))
     sizes.seal(new_program)
     return new_program
 
@@ -263,7 +343,7 @@ def _known_size(traced: TracedSize, env: Any, declared: SymbolicSizes, table: Ta
         if wanted[0] < low or (wanted[1] is not None and high is not None and wanted[1] > high):
             upper = "and more" if wanted[1] is None else f"to {wanted[1]}"
             raise _of_size(
-                traced.name,
+                (traced.name,),
                 f"size {traced.name!r} is declared to be {wanted[0]} {upper}",
                 where=where,
                 why=f"the model takes {low} {'and more' if high is None else f'to {high}'}",
@@ -272,6 +352,16 @@ def _known_size(traced: TracedSize, env: Any, declared: SymbolicSizes, table: Ta
             )
         low = max(low, wanted[0])
         high = wanted[1] if high is None else high if wanted[1] is None else min(high, wanted[1])
-    point = declared.points[traced.name]
+    point = math.prod(declared.points[name] for name in traced.factors or (traced.name,))
     typical = max(low, min(point, high or point))
-    return ProgramSize(traced.name, low, high, typical, traced.index, traced.dim, where if bounded else None)
+    return ProgramSize(
+        traced.name,
+        low,
+        high,
+        typical,
+        traced.index,
+        traced.dim,
+        where if bounded else None,
+        traced.elements,
+        traced.factors,
+    )

@@ -114,6 +114,9 @@ class ValueInputs:
         self.names: frozenset[str] = values_in(dynamic)
         self._tries: list[frozenset[str]] | None = None  # the sets of inputs to try next; None: no try is under way
         self._known = self.names  # the names without those being tried
+        self.of_sizes = (
+            False  # whether they are tried because their values decide sizes, which constants would not help
+        )
         self._in_vain: set[str] = set()  # the families of calls for which no try has helped
 
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
@@ -122,7 +125,12 @@ class ValueInputs:
 
     def may_help(self, error: Exception, call: Signature) -> bool:
         """Return whether a capture that failed may succeed with one more input as a constant."""
-        if isinstance(error, SizeError) or not depends_on_values(error):
+        if isinstance(error, SizeError):
+            if self._tries is not None or not error.of_values:
+                return self.of_sizes and error.of_values
+            known = self.names | set(self._candidates(call))
+            return _structure(call) not in self._in_vain and bool(error.inputs) and known.issuperset(error.inputs)
+        if not depends_on_values(error):
             return False
         return self._tries is not None or bool(_structure(call) not in self._in_vain and self._candidates(call))
 
@@ -134,17 +142,18 @@ class ValueInputs:
         if self._tries is None:
             if not self.may_help(error, call):
                 return False
-            candidates = self._candidates(call)
+            self.of_sizes = isinstance(error, SizeError)
+            candidates = list(error.inputs) if isinstance(error, SizeError) else self._candidates(call)
             self._known = self.names
-            self._tries = [frozenset([name]) for name in candidates]
-            if len(candidates) > 1:
+            self._tries = [] if self.of_sizes else [frozenset([name]) for name in candidates]
+            if self.of_sizes or len(candidates) > 1:
                 self._tries.append(frozenset(candidates))
         if self._tries:
             more = self._tries.pop(0)
             logger.info("%s; once more with the values of %s as constants", error, ", ".join(sorted(more)))
             self.names = self._known | more
         else:
-            self.names, self._tries = self._known, None
+            self.names, self._tries, self.of_sizes = self._known, None, False
             self._in_vain.add(_structure(call))
         return True
 
@@ -160,5 +169,5 @@ class ValueInputs:
     def settled(self) -> list[str]:
         """Note that a capture is made, and return which inputs were found to be constants."""
         constants = sorted(self.names - self._known) if self._tries is not None else []
-        self._tries, self._known = None, self.names
+        self._tries, self._known, self.of_sizes = None, self.names, False
         return constants

@@ -69,7 +69,7 @@ def at_sizes(snapshot: Snapshot, sizes: Mapping[str, int], costs: Costs) -> Snap
     """Return a snapshot of the program at these sizes, by name."""
 
     def program() -> Program:
-        return snapshot.program.at({**snapshot.program.sizes.typical, **sizes})
+        return snapshot.program.at(snapshot.program.sizes.point(sizes))
 
     def data() -> dict[str, Any]:
         from zgraph.program.serialize import to_json

@@ -116,7 +116,7 @@ def _encode_sizes(sizes: Sizes) -> dict[str, Any]:
 
 
 def _decode_sizes(data: dict[str, Any]) -> Sizes:
-    every = {name: tuple(ProgramSize(**row) for row in data[name]) for name in ("symbols", "tied")}
+    every = {name: tuple(_size(row) for row in data[name]) for name in ("symbols", "tied")}
     for size in (*every["symbols"], *every["tied"]):
         if not size.name.isidentifier():
             raise ValueError(f"{size.name!r} is no name")
@@ -124,6 +124,11 @@ def _decode_sizes(data: dict[str, Any]) -> Sizes:
     for guard in sizes.guards:
         symbols.refuse_code(guard.condition, sizes.names)
     return sizes
+
+
+def _size(row: dict[str, Any]) -> ProgramSize:
+    elements = tuple(symbols.Element(**element) for element in row.get("elements", ()))
+    return ProgramSize(**{**row, "elements": elements, "factors": tuple(row.get("factors", ()))})
 
 
 def from_json(data: dict[str, Any]) -> Program:

@@ -10,6 +10,7 @@ only where the guard does. So nothing here asks: `static` is for comparing, `typ
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zgraph.program.node import info, set_info
 from zgraph.torch_compat import fake_tensors, symbols
-from zgraph.torch_compat.symbols import is_symbolic
+from zgraph.torch_compat.products_of_sizes import add_known
+from zgraph.torch_compat.symbols import Element, is_symbolic
 
 __all__ = [
     "NO_SIZES",
@@ -53,11 +55,18 @@ class ProgramSize:
     index: int  # the flat input of a call that has it
     dim: int  # the dimension of that input
     where: str | None = None  # the user's line that bounds it
+    # the elements of that input whose product it is; empty for the size of a dimension
+    elements: tuple[Element, ...] = ()
+    factors: tuple[str, ...] = ()  # the names of the sizes that these elements are
 
     @property
     def range(self) -> str:
         """In words: "2 to 256"."""
         return f"{self.low} to {self.high}" if self.high is not None else f"{self.low} and more"
+
+    def at(self, point: Mapping[str, int]) -> int:
+        """Return its value where sizes have those of a point, which may leave out products of others."""
+        return point[self.name] if self.name in point else math.prod(point[name] for name in self.factors)
 
 
 @dataclass(frozen=True)
@@ -96,21 +105,26 @@ class Sizes:
 
     @property
     def unbounded(self) -> tuple[str, ...]:
-        """The names of the sizes that nothing bounds."""
-        return tuple(s.name for s in self.every if s.high is None)
+        """The names of the sizes that nothing bounds (without products of others)."""
+        return tuple(s.name for s in self.every if s.high is None and len(s.factors) < 2)
 
     @property
     def largest(self) -> dict[str, int]:
         """The point at which decisions about memory are made."""
         return {s.name: s.typical if s.high is None else s.high for s in self.every}
 
+    def point(self, given: Mapping[str, int]) -> dict[str, int]:
+        """Return all sizes, by name, where some are given: others are products of these, or typical."""
+        point = {s.name: s.typical for s in self.every if len(s.factors) < 2} | dict(given)
+        return {s.name: s.at(point) for s in self.every}
+
     def of_call(self, flat: Any) -> dict[str, int]:
         """Return the sizes of a call by name, from its flat inputs."""
-        return {s.name: flat[s.index].shape[s.dim] for s in self.every}
+        return dict(zip(self.names, self.key(flat), strict=True))
 
     def key(self, flat: Any) -> tuple[int, ...]:
         """Return the sizes of a call in the order of `every`, from its flat inputs."""
-        return tuple([flat[s.index].shape[s.dim] for s in self.every])
+        return tuple(symbols.numbers_at(self.every, flat))
 
     @functools.cached_property
     def _hold(self) -> Callable[..., bool]:
@@ -120,14 +134,14 @@ class Sizes:
 
     def hold(self, point: Mapping[str, int]) -> bool:
         """Return whether a program with these sizes holds at a point."""
-        return bool(self._hold(*(point[n] for n in self.names)))
+        return bool(self._hold(*(s.at(point) for s in self.every)))
 
     def broken(self, point: Mapping[str, int]) -> tuple[str, str | None]:
         """Return (the first condition that does not hold at a point, the user's line that made it one)."""
         for s in self.every:
-            if not s.low <= point[s.name] <= (s.high if s.high is not None else point[s.name]):
+            if not s.low <= s.at(point) <= (s.high if s.high is not None else s.at(point)):
                 return f"{s.name} is {s.range}", s.where
-        values = [point[n] for n in self.names]
+        values = [s.at(point) for s in self.every]
         for guard in self.guards:
             if not symbols.evaluator(guard.condition, self.names)(*values):
                 return guard.condition, guard.where
@@ -270,13 +284,18 @@ def remade(program: P, typical: Mapping[str, int] | None = None) -> P:
     the original."""
     point = typical or program.sizes.typical
     mode, sizes = new_mode(program.sizes.symbols, point)
-    given = tuple(replace(s, typical=point[s.name]) for s in program.sizes.symbols)
+    given = tuple(replace(s, typical=s.at(point)) for s in program.sizes.symbols)
     return converted(program, mode, sizes, replace(program.sizes, symbols=given))
 
 
 def new_mode(sizes: Sequence[ProgramSize], point: Mapping[str, int]) -> tuple[Any, dict[str, torch.SymInt]]:
     """Return (a fake mode, its symbolic sizes by name) with the values of `point` as hints."""
-    mode, symbolic_sizes = symbols.new_mode({s.name: (s.low, s.high, point[s.name]) for s in sizes})
+    mode, symbolic_sizes = symbols.new_mode({s.name: (s.low, s.high, s.at(point)) for s in sizes})
+    products = {
+        symbolic_sizes[s.name].node.expr: tuple(sorted((s.index, e) for e in s.elements)) for s in sizes if s.elements
+    }
+    if products:
+        add_known(mode.shape_env, products)
     named(mode, symbolic_sizes)
     return mode, symbolic_sizes
 
@@ -284,7 +303,7 @@ def new_mode(sizes: Sequence[ProgramSize], point: Mapping[str, int]) -> tuple[An
 def static_at(program: P, point: Mapping[str, int]) -> P:
     """Return a static copy of the program at these sizes: all of its sizes are numbers."""
     new_program: Any = converted(
-        program, FakeTensorMode(), {s.name: point[s.name] for s in program.sizes.symbols}, NO_SIZES
+        program, FakeTensorMode(), {s.name: s.at(point) for s in program.sizes.symbols}, NO_SIZES
     )
     numbers = [n for n in new_program.graph.nodes if type(n.meta.get("val")) in (int, float)]
     for node in numbers:

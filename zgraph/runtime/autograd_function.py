@@ -32,9 +32,12 @@ class Saved(list[Any]):
     transfer, and its buffers, until someone has waited for it.
     """
 
-    def __init__(self, sharing: Sharing) -> None:
+    def __init__(self, sharing: Sharing, sizes: Mapping[str, int]) -> None:
         super().__init__()
         self.sharing = sharing
+        self.sizes = (
+            sizes  # the sizes of the call, by name: inputs that have them may be written to before the backward
+        )
         self.in_flight: list[torch.Tensor] = []
 
     def clear(self) -> None:

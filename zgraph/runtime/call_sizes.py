@@ -13,7 +13,7 @@ from zgraph.capture.learned_sizes import Family, LearnedSizes, Numbers, Shapes, 
 from zgraph.capture.replaced_forward import signature_of
 from zgraph.capture.symbolic_capture import SymbolicSizes
 from zgraph.errors import CaptureError, RankMismatchError, SignatureError, SizeError, ZgraphError
-from zgraph.plan.shapes import buckets_of, fixed_by, sizes_in
+from zgraph.plan.shapes import buckets_of, fixed_by, sizes_in, values_in
 from zgraph.runtime.rank import Rank
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,8 @@ class CallSizeTracker:
             parameters = list(signature_of(self.rank.forward_function).parameters.values())[1:]
             buckets = buckets_of(self.rank.plan)
             padded = {name: pad.dims for name, pad in buckets.padded().items()} if buckets is not None else {}
-            self._varying = LearnedSizes(sizes_in(self.rank.plan.dynamic), parameters, padded)
+            dynamic = self.rank.plan.dynamic
+            self._varying = LearnedSizes(sizes_in(dynamic), parameters, padded, values_in(dynamic))
         return CallSizes(self, call, self._varying.family(call))
 
     def _tell_fixed(self, call: Signature) -> None:
@@ -81,8 +82,10 @@ class CallSizes:
         self.closed = False  # whether sizes that were symbols are numbers from this call on
         self.apart = False  # whether ranks have different sizes or constants, which may need different programs
         self.gives_numbers = True  # whether the program takes Python numbers, besides sizes, as inputs
-        if family is not None and not family.first and (family.declared or known.anticipate):
-            family.learn([(call.shapes, call.values)], anticipate=known.anticipate)
+        # (where elements of an input decide, each batch has others, and with these other sizes)
+        self._anticipate = known.anticipate or bool(family is not None and family.elements)
+        if family is not None and not family.first and (family.declared or self._anticipate):
+            family.expect(call.shapes, call.values, anticipate=self._anticipate)
 
     @property
     def key(self) -> str:
@@ -91,7 +94,7 @@ class CallSizes:
         """
         if self.family is None or not self.family.serves(self.call):
             return self.call.text(given=self.family.given if self.family is not None else ())
-        return self.call.text(self.family.names, self.family.given)
+        return self.call.text(self.family.names_in(self.call), self.family.given)
 
     @property
     def point(self) -> Mapping[str, int]:
@@ -103,9 +106,9 @@ class CallSizes:
         assert self.family is not None
         forms = [(shapes, values) for shapes, values, _ in calls]
         self._before = copy.deepcopy(self.family)
-        self._alike = all(shapes == forms[0][0] for shapes, _ in forms)
         self.apart = any(form != forms[0] for form in forms)
-        self.family.learn(forms, anticipate=self.known.anticipate)
+        self._alike = not self.apart
+        self.family.learn(forms, anticipate=self._anticipate)
         self.family.learn_numbers([numbers for _, _, numbers in calls])
 
     def others(self, ranks: Sequence[RankCall]) -> list[CallSizes]:
@@ -124,7 +127,7 @@ class CallSizes:
         for form, key in keys.items():
             calls.setdefault(key, self if key == self.key else self._at(*form))
         for key, one in calls.items():
-            served = {shapes for (shapes, _), its in keys.items() if its == key}
+            served = {form for form, its in keys.items() if its == key}
             one._before, one._alike, one.apart = self._before, len(served) == 1, True
         return list(calls.values())
 
@@ -193,6 +196,10 @@ class CallSizes:
         dims = {dim for _, dim in family.small(self.call)}
         near = {name for (_, dim), name in family.names.items() if dim in dims} & names
         gone = told or near or names
+        elements = self.open_elements & gone
+        if elements and (told or gone & declared or not family.presumed(gone)):
+            self._give_up_elements(elements, error, refused)
+            return True
         logger.info("%s can't differ from call to call in one program: %s", ", ".join(sorted(gone)), error)
         # (In a program for other sizes they can be symbols. One of 2 * seq + 1 is a number where seq is one.)
         if refused is not None or (gone <= near and self._alike):
@@ -205,6 +212,24 @@ class CallSizes:
         if family.close(sorted(gone), error.what):
             self.known.reasons.append((sorted(gone), error))
         return True
+
+    @property
+    def open_elements(self) -> set[str]:
+        """The names of the elements of constants that are symbols in this call's program."""
+        if self.family is None:
+            return set()
+        return {name for (number, _), name in self.family.names_in(self.call).items() if number < 0} - self._fixed
+
+    def _give_up_elements(self, names: set[str], error: ZgraphError, refused: Entry | None) -> None:
+        """Turn elements of constants into numbers after a capture with these as symbols has failed."""
+        logger.info("elements %s can't differ from call to call in one program: %s", ", ".join(sorted(names)), error)
+        if refused is not None:
+            self._fixed |= names
+            return
+        assert self.family is not None
+        values = self.family.close_elements(self.call, names, error.what)
+        self.closed = True
+        self.known.reasons.append(([f"value of {value}" for value in values], error))
 
     def restore(self) -> None:
         """Forget what this call taught: no program can be made for it."""
@@ -234,6 +259,6 @@ class CallSizes:
             why = f"{error.what}: {error.why}" if error.why else error.what
             logger.warning("each %s is a program of its own: %s%s", " and each ".join(names), why, where)
         if entry.open:
-            sizes = entry.program().captured.sizes.every
+            sizes = [s for s in entry.program().captured.sizes.every if len(s.elements) < 2]
             ranges = "; ".join(f"{s.name} is {s.range}{f' ({s.where})' if s.where else ''}" for s in sizes)
             logger.warning("program %s serves all calls that differ in these sizes: %s", entry.name, ranges)

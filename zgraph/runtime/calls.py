@@ -335,7 +335,8 @@ class Calls:
                 with self._shown():
                     entry = self._compile(match.key, args, kwargs, self._open_sizes(match, sizes))
             except ZgraphError as error:
-                if self._values.may_help(error, sizes.call):
+                known = not sizes.open_elements or self._values.of_sizes
+                if known and self._values.may_help(error, sizes.call):
                     sizes.restore()
                     raise
                 if not sizes.give_up(error, match.refused):
@@ -347,6 +348,8 @@ class Calls:
                 why = f"torch can't trace the model with it as a symbol: {type(error).__name__}: {first}"
                 if not sizes.point or not sizes.give_up(SizeError("sizes can't be symbols", why=why), match.refused):
                     raise
+                if sizes.apart and sizes.closed:
+                    raise _OnceMore from error
             else:
                 sizes.settled(entry)
                 # (a number that was to be an input of the program may be a constant in it)
@@ -410,7 +413,8 @@ class Calls:
         self._bound[match.key] = entry.trace.flat.bind(lambda *flat: self._execute(entry, flat))
         if (values := self._values.settled()) and rank.everyone.first():
             logger.warning(
-                'each value of %s has a program of its own: forward decides by it (to declare it: dynamic={"%s": "value"})',
+                "each value of %s has a program of its own, but for elements that only set sizes: forward decides by it "
+                '(to declare it, with a program for each value: dynamic={"%s": "value"})',
                 ", ".join(values),
                 values[0],
             )

@@ -57,7 +57,7 @@ def _why(
             if MARK in values[-1]:
                 return f"{name} has another form from call to call; give it one dtype and number of dimensions"
             hint = (
-                "forward decides by its values: let few of them occur (resize images to few formats)"
+                "forward decides by its values: let few of them occur (batches of few numbers of images, of few formats)"
                 if id(leaf) in constants
                 else "give a number that changes as a tensor (torch.tensor(x)), and text or objects outside of forward"
             )

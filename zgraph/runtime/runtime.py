@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -277,14 +277,15 @@ class Runtime(Rank):
         bindings = executable.bindings
         in_flight = self.first_gathers.take(step) if step.first_gathers() and not gathered_before else {}
         self.clock.ran(executable.program)
-        inputs = self._of_call(step, flat).and_for_call({InputRole.IN_FLIGHT: in_flight.pop})
+        sizes = step.sizes_of_call(flat) if step.captured.sizes else {}
+        inputs = self._of_call(flat, sizes).and_for_call({InputRole.IN_FLIGHT: in_flight.pop})
         with progress.runs_with(self.agreement), explained(self, executable, step):
             given = executable.run(bindings.values(inputs))
         known = step.sharing.get(gathered_before)
         if known is None:
             known = step.sharing[gathered_before] = self._sharing(entry, executable, given, flat)
         outputs = list(entry.constants)
-        saved = Saved(known)
+        saved = Saved(known, sizes)
         handed_out = {id(given[at]) for at, _ in bindings.outputs(OutputRole.OUTPUT)}
         with torch.no_grad():
             values = [v.clone() if at in known.copied else v for at, v in enumerate(given)]
@@ -303,13 +304,11 @@ class Runtime(Rank):
                 flat[port.index].copy_(values[at])  # type: ignore[index]
         return outputs, saved
 
-    def _of_call(self, step: StepProgram, flat: Sequence[Any]) -> Sources:
-        """Return where a program's inputs come from in a call with these flat inputs."""
+    def _of_call(self, flat: Sequence[Any], sizes: Mapping[str, int]) -> Sources:
+        """Return where a program's inputs come from in a call with these flat inputs, and these sizes by name."""
         users = lambda index: resolved(flat[index])  # noqa: E731
         of_call: dict[InputRole, Callable[[Any], Any]] = dict.fromkeys(_USERS, users)
-        if step.captured.sizes:
-            of_call[InputRole.SIZE] = step.sizes_of_call(flat).__getitem__
-        return self._sources.and_for_call(of_call)
+        return self._sources.and_for_call({**of_call, InputRole.SIZE: sizes.__getitem__})
 
     def _sharing(self, entry: Entry, executable: Executable, values: Sequence[Any], flat: Sequence[Any]) -> Sharing:
         """Return which outputs of a forward share memory with its inputs, parameters and kept weights."""
@@ -357,7 +356,7 @@ class Runtime(Rank):
         executable = step.backward(reduction.now, bool(reduction.added))
         bindings, left = executable.bindings, iter(saved)
         residuals = self.updater.residuals
-        inputs = self._of_call(step, flat).and_for_call(
+        inputs = self._of_call(flat, saved.sizes).and_for_call(
             {
                 InputRole.SAVED: lambda _: next(left),  # (saved in the order in which the backward takes them)
                 InputRole.TANGENT: tangents.__getitem__,

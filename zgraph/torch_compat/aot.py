@@ -26,6 +26,7 @@ from torch._guards import TracingContext, tracing
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from zgraph.torch_compat.dynamo import recurrent_layers
+from zgraph.torch_compat.element_sizes import given_elements, known_elements
 from zgraph.torch_compat.fx_graphs import lazy_module
 from zgraph.torch_compat.unbacked_sizes import _fakes_of_unknown_sizes
 
@@ -42,6 +43,7 @@ def export_joint(
         tracing(TracingContext(fake_mode)),
         recurrent_layers(),
         _fakes_of_unknown_sizes(),
+        known_elements(any(given_elements(x) is not None for x in inputs), inputs),
         _use_lazy_graph_module(True),  # (the intermediate graphs are never run)
     ):
         joint = aot_export_joint_with_descriptors(stack, graph_module, tuple(inputs), decompositions=decompositions)

@@ -22,16 +22,18 @@ from torch._dynamo.convert_frame import fullgraph_capture
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.functional_export import _compiling_state_context  # type: ignore[attr-defined]
 from torch._dynamo.pgo import auto_dynamic
+from torch._dynamo.source import TensorProperty, TensorPropertySource
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from torch._dynamo.variables import builder
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.experimental import _config as symbol_config
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
 
 from zgraph.torch_compat import fake_tensors, symbols, traceable_functions
 from zgraph.torch_compat.changing_numbers import split_numbers
-from zgraph.torch_compat.dynamo_asserts import asserts_on_values
+from zgraph.torch_compat.dynamo_asserts import asserts_on_values, texts_of_sizes
 from zgraph.torch_compat.dynamo_cache import fresh_dynamo_cache
+from zgraph.torch_compat.element_sizes import first_elements, give_elements, known_elements
 from zgraph.torch_compat.flat_capture import FlatCapture
 from zgraph.torch_compat.guards import Effects, Guards, Scope, recorded
 from zgraph.torch_compat.unbacked_sizes import _fakes_of_unknown_sizes
@@ -46,7 +48,8 @@ ValueDependent = (GuardOnDataDependentSymNode, DataDependentOutputException, Dyn
 def depends_on_values(error: Exception) -> bool:
     """Return whether a capture failed because the model decides by values of tensors, as far as the error's message
     shows."""
-    return re.search(r"data.dependent|DynamicOutputShape|DataDependent", str(error), re.IGNORECASE) is not None
+    names = r"data.dependent|DynamicOutputShape|DataDependent|Python number that depends on values"
+    return re.search(names, str(error), re.IGNORECASE) is not None
 
 
 class _LogMethod(str):
@@ -148,7 +151,6 @@ def capture_mode() -> Any:
     """Return the mode of a capture's fake tensors: sizes are numbers, except those that depend on values, which are
     symbols."""
     from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
 
@@ -159,15 +161,16 @@ def capture_flat(
     kwargs: dict[str, Any],
     numbers: Sequence[str] = (),
     lists: Sequence[Any] = (),
-    open_dims: Mapping[int, Collection[int]] = MappingProxyType({}),
+    open_dims: Mapping[int, Mapping[int, str]] = MappingProxyType({}),
     values: Mapping[int, torch.Tensor] = MappingProxyType({}),
+    open_elements: Mapping[int, Mapping[int, Any]] = MappingProxyType({}),
 ) -> FlatCapture:
     """Capture a bound forward whole with dynamo. Raises dynamo's own errors (`DynamoError`).
 
     `numbers` names (as guards do) the Python numbers that the forward changes: they become inputs, not constants. `lists` are lists that it
-    appends to, whose contents may change between calls. `open_dims` has the symbolic dimensions of fake tensors, by the tensors' ids: equal
-    sizes share a symbol. `values` has the values of fake tensors that are constants, by id. Raises `NumberInGraphError` for a number that must
-    be a constant.
+    appends to, whose contents may change between calls. `open_dims` names the symbolic dimensions of fake tensors, by the tensors' ids: equal
+    sizes share a symbol. `values` has the values of fake tensors that are constants, by id; their `open_elements` are symbols (times their
+    `unit`), and then sizes share one by their names. Raises `NumberInGraphError` for a number that must be a constant.
     """
     function: Any = bound.__func__
     with (
@@ -190,8 +193,7 @@ def capture_flat(
         # (A composite operator may make symbols for sizes that none of its results has.)
         symbol_config.patch(soft_pending_unbacked_not_found_error=True),  # type: ignore[attr-defined]
         _symbolic(numbers, open_dims),
-        fake_tensors.known_values(bool(values)),
-        _with_values(values),
+        _known(values, open_elements, open_dims),
         get_metrics_context(),
         dynamo_timed("fullgraph_capture"),
         asserts_on_values(),
@@ -205,8 +207,9 @@ def capture_flat(
             raise ValueError("the model's forward computes nothing with tensors")
         bindings = (scope := Scope(function)).of(bound.__self__, args, kwargs)
         if values:
-            _fold_known(output.backend_input.graph_module.graph)
-        guards = Guards(output, scope, function.__code__, effects, bindings, bool(open_dims))
+            _fold_known(output.backend_input.graph_module.graph, repeats=bool(open_elements))
+        with symbols.without_guards(output.backend_input.fake_mode.shape_env if open_elements else None):
+            guards = Guards(output, scope, function.__code__, effects, bindings, bool(open_dims or open_elements))
     graph_module, fake_mode = output.backend_input.graph_module, output.backend_input.fake_mode
     # (Dynamo adds the graph to the globals of the user's module, for its generated code; a replay has its own globals.)
     function.__globals__.pop(output.backend_input.backend_id, None)
@@ -297,14 +300,67 @@ def _symbolic(names: Sequence[str], open_dims: Mapping[int, Collection[int]]) ->
 
 
 @contextlib.contextmanager
-def _with_values(values: Mapping[int, torch.Tensor]) -> Iterator[None]:
-    """Tell dynamo the values of these fake inputs, by their ids; it then also knows what is computed from them alone."""
+def _known(
+    values: Mapping[int, torch.Tensor],
+    open_elements: Mapping[int, Mapping[int, Any]],
+    open_dims: Mapping[int, Mapping[int, str]],
+) -> Iterator[None]:
+    """Let dynamo know the values of fake inputs, and what it computes from them alone (see `capture_flat`)."""
+    are_open = bool(open_elements)
+    with (
+        _by_name(open_dims if are_open else {}),
+        fake_tensors.known_values(bool(values)),
+        known_elements(are_open),
+        _with_values(values, open_elements),
+        texts_of_sizes(are_open),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _by_name(open_dims: Mapping[int, Mapping[int, str]]) -> Iterator[None]:
+    """Give dimensions of fake tensors, by the tensors' ids, one symbol for each name, also where two names have equal
+    sizes."""
+    there: Any = builder
+    if not open_dims:
+        yield
+        return
+    form, create = there._automatic_dynamic, ShapeEnv.create_symbol
+    names: dict[Any, str] = {}  # by (source of the tensor, dimension)
+
+    def of_tensors(tensor: Any, tx: Any, source: Any, *rest: Any, **named: Any) -> Any:
+        names.update({(source, dim): name for dim, name in open_dims.get(id(tensor), {}).items()})
+        return form(tensor, tx, source, *rest, **named)
+
+    def created(env: Any, val: Any, source: Any, dynamic_dim: Any = DimDynamic.DUCK, *rest: Any, **named: Any) -> Any:
+        of_size = isinstance(source, TensorPropertySource) and source.prop is TensorProperty.SIZE
+        name = names.get((source.base, source.idx)) if of_size and dynamic_dim is DimDynamic.DUCK else None
+        if name is None:
+            return create(env, val, source, dynamic_dim, *rest, **named)
+        return symbols.by_name(env, name, val, lambda: create(env, val, source, DimDynamic.DYNAMIC, *rest, **named))
+
+    there._automatic_dynamic, ShapeEnv.create_symbol = of_tensors, created  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        there._automatic_dynamic, ShapeEnv.create_symbol = form, create  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _with_values(values: Mapping[int, torch.Tensor], open_elements: Mapping[int, Mapping[int, Any]]) -> Iterator[None]:
+    """Tell dynamo the values of these fake inputs, by their ids; it then also knows what is computed from them alone.
+    Elements that are open are symbols."""
     there: Any = builder
     wrap = there.wrap_to_fake_tensor_and_record
 
     def wrapped(tensor: Any, *args: Any, **kwargs: Any) -> Any:
         fake = wrap(tensor, *args, **kwargs)
-        if id(tensor) in values:
+        if id(tensor) in open_elements:
+            numbers, env = values[id(tensor)].reshape(-1).tolist(), fake.fake_mode.shape_env
+            is_open = open_elements[id(tensor)]
+            sizes = {at: symbols.element(env, one.name, numbers[at], one.unit) for at, one in is_open.items()}
+            give_elements(fake, [sizes.get(at, n) for at, n in enumerate(numbers)])
+        elif id(tensor) in values:
             fake.constant = values[id(tensor)]
         return fake
 
@@ -315,12 +371,14 @@ def _with_values(values: Mapping[int, torch.Tensor]) -> Iterator[None]:
         there.wrap_to_fake_tensor_and_record = wrap
 
 
-def _fold_known(graph: fx.Graph) -> None:
+def _fold_known(graph: fx.Graph, *, repeats: bool) -> None:
     """Replace nodes of known value by constants where the operator's sizes depend on values, then forget all known
-    values.
+    values; with `repeats`, before that, what repeats elements by known numbers.
 
     They are forgotten because torch takes a view of a known tensor for a tensor of its own.
     """
+    if repeats:
+        _fold_repeats(graph)
     for node in list(graph.nodes):
         value = node.meta.get("example_value")
         if getattr(value, "constant", None) is None:
@@ -342,6 +400,37 @@ def _fold_known(graph: fx.Graph) -> None:
             reshape = graph.call_method("reshape", (flat, tuple(value.shape)))
         flat.meta, reshape.meta = {**node.meta, "example_value": value.reshape(-1)}, dict(node.meta)
         node.replace_all_uses_with(reshape)
+        graph.erase_node(node)
+
+
+def _fold_repeats(graph: fx.Graph) -> None:
+    """Replace what repeats elements as often as known numbers, or symbols, say by their concatenation."""
+    for node in list(graph.nodes):
+        if node.target not in (torch.repeat_interleave, "repeat_interleave") or len(node.args) != 2 or node.kwargs:
+            continue
+        rows, repeats = node.args
+        of: Any = repeats.meta.get("example_value") if isinstance(repeats, fx.Node) else None
+        numbers = first_elements(of) or []
+        if not numbers and getattr(of, "constant", None) is not None:
+            numbers = of.constant.tolist()
+        shape = rows.meta["example_value"].shape
+        unknown = not numbers or symbols.is_unknown(node.meta["example_value"].shape[0])  # (after a write, too)
+        if unknown or len(shape) != 1 or type(shape[0]) is not int or shape[0] != len(numbers):
+            continue
+        with graph.inserting_before(node):
+            pieces: list[fx.Node] = []
+            new_nodes: list[fx.Node] = []
+            for at, number in enumerate(numbers):
+                piece = graph.call_method("narrow", (rows, 0, at, 1))
+                element = graph.call_method("select", (repeats, 0, at)) if symbols.is_symbolic(number) else None
+                count = number if element is None else graph.call_method("item", (element,))
+                pieces.append(graph.call_method("expand", (piece, count)))
+                new_nodes += [n for n in (piece, element, count, pieces[-1]) if isinstance(n, fx.Node)]
+            selected = graph.call_function(torch.cat, (pieces,))
+        for inner in new_nodes:
+            inner.meta = {k: v for k, v in node.meta.items() if k != "example_value"}
+        selected.meta = dict(node.meta)
+        node.replace_all_uses_with(selected)
         graph.erase_node(node)
 
 

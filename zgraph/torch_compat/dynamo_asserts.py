@@ -52,6 +52,36 @@ def asserts_on_values() -> Iterator[None]:
             table[code] = jump
 
 
+@contextlib.contextmanager
+def texts_of_sizes(active: bool) -> Iterator[None]:
+    """Let dynamo trace text that has a size in it (the message of a check, most often) without making the size a
+    number.
+
+    It does the same for tensors: a text that is returned is put together after the graph has run.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase as Translator
+    from torch._dynamo.variables import StringFormatVariable
+    from torch._dynamo.variables.tensor import SymNodeVariable
+
+    if not active:
+        yield
+        return
+    theirs = Translator._format_value
+
+    def format_value(tx: Any, form: Any, flags: int) -> None:
+        value = tx.stack[-1].realize()
+        if not isinstance(value, SymNodeVariable) or not form.is_python_constant():
+            return theirs(tx, form, flags)
+        tx.pop()
+        return tx.push(StringFormatVariable("{:" + form.as_python_constant() + "}", [value], {}))
+
+    Translator._format_value = format_value  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        Translator._format_value = theirs  # type: ignore[method-assign]
+
+
 def _called(handler: Any, every: bool) -> Any:
     """Return a handler that turns a call of an assertion function into an assertion of the graph.
 

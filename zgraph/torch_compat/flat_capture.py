@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from zgraph.torch_compat import symbols
 from zgraph.torch_compat.changing_numbers import ChangingNumbers
 from zgraph.torch_compat.guards import Effects, Failing, Guards, live
+from zgraph.torch_compat.symbols import SizePlace
 
 CONSTANTS = (int, float, bool, str)  # types of what a replay returns or keeps as it was captured
 
@@ -33,16 +34,17 @@ class OutputNumbers:
     """
 
     numbers: dict[int, torch.SymInt]  # each number as it was captured, by its position among the flat outputs
-    places: dict[Any, tuple[int, int]]  # (flat input, dimension) of the size that is each symbol
+    places: dict[Any, SizePlace]  # of the size that is each symbol
 
-    def beside(self, results: Sequence[Any], flat: Sequence[Any]) -> list[Any]:
-        """Return the model's flat outputs for a call's flat inputs: the graph's results, and the numbers between them."""
-        sizes = {symbol: flat[at].shape[dim] for symbol, (at, dim) in self.places.items()}
-        captured = any(isinstance(size, torch.SymInt) for size in sizes.values())
-        outputs = list(results)
-        for at, number in self.numbers.items():
-            outputs.insert(at, number if captured else symbols.substituted(symbols.expression(number), sizes))
-        return outputs
+    def of_call(self, flat: Sequence[Any]) -> dict[int, Any]:
+        """Return the numbers in a call with these flat inputs, by their positions; as they were captured, of its inputs."""
+        elements = (flat[place.index] for place in self.places.values() if place.elements)
+        if any(isinstance(given, FakeTensor) for given in elements):
+            return dict(self.numbers)
+        sizes = dict(zip(self.places, symbols.numbers_at(self.places.values(), flat), strict=True))
+        if any(isinstance(size, torch.SymInt) for size in sizes.values()):
+            return dict(self.numbers)
+        return {at: symbols.substituted(symbols.expression(number), sizes) for at, number in self.numbers.items()}
 
 
 @dataclass
@@ -108,8 +110,12 @@ class FlatCapture:
         """Return a function with the user's signature (the module first) that runs `compiled` on the flat inputs."""
 
         def completed(*flat: Any) -> Sequence[Any]:
-            results = self._cropped(compiled(*flat)) if self.crops else compiled(*flat)
-            return self.output_numbers.beside(results, flat) if self.output_numbers is not None else results
+            # (before the program runs: it may write to an input whose elements are sizes)
+            numbers = self.output_numbers.of_call(flat) if self.output_numbers is not None else {}
+            results = list(self._cropped(compiled(*flat)) if self.crops else compiled(*flat))
+            for at, number in numbers.items():
+                results.insert(at, number)
+            return results
 
         complete = not self.crops and self.output_numbers is None
         within: Callable[..., Sequence[Any]] = compiled if complete else completed

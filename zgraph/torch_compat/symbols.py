@@ -4,12 +4,14 @@ of them."""
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import math
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import sympy
 import torch
@@ -19,12 +21,14 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, free_unbacked_symbols
 from torch.utils import _pytree as pytree
-from torch.utils._sympy.functions import Mod, PythonMod
+from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
+
+from zgraph.torch_compat.products_of_sizes import add_element, factors_in, linear
 
 Symbol: TypeAlias = Any  # (a sympy.Symbol: sympy has no types)
 
@@ -44,6 +48,55 @@ class FoundGuard:
 
     condition: Any  # an expression of the sizes' symbols
     where: str | None  # the user's line that asked, None if unknown
+
+
+class Placed(Protocol):
+    """A size that has a place among the flat inputs of a call."""
+
+    @property
+    def index(self) -> int:
+        """The flat input."""
+
+    @property
+    def dim(self) -> int:
+        """Its dimension."""
+
+    @property
+    def elements(self) -> tuple[Element, ...]:
+        """The elements whose product it is; empty for the size of a dimension."""
+
+
+@dataclass(frozen=True, order=True)
+class Element:
+    """An element of a flat input that is a size."""
+
+    at: int  # its number
+    unit: int  # the size is the element divided by this
+
+
+@dataclass(frozen=True)
+class SizePlace:
+    """Where a size is among the flat inputs of a call."""
+
+    index: int  # the flat input
+    dim: int = 0  # its dimension
+    elements: tuple[Element, ...] = ()  # the elements whose product it is; empty for the size of a dimension
+
+
+def numbers_at(places: Iterable[Placed], flat: Sequence[Any]) -> list[int]:
+    """Return the sizes at these places in a call with these flat inputs; 0 for an element that is not divisible by its
+    unit, which no program serves. (Elements are read once: a device waits.)"""
+    read: dict[int, list[int]] = {}
+    numbers = []
+    for place in places:
+        if not place.elements:
+            numbers.append(flat[place.index].shape[place.dim])
+            continue
+        if place.index not in read:
+            read[place.index] = flat[place.index].reshape(-1).tolist()
+        values = [(read[place.index][element.at], element.unit) for element in place.elements]
+        numbers.append(0 if any(n % unit for n, unit in values) else math.prod(n // unit for n, unit in values))
+    return numbers
 
 
 def is_symbolic(value: Any) -> bool:
@@ -240,15 +293,29 @@ def guards(env: Any) -> list[FoundGuard]:
     return [FoundGuard(g.expr, getattr(g.sloc, "maybe_user_loc", None)) for g in env.guards]
 
 
+@contextlib.contextmanager
+def without_guards(env: Any) -> Iterator[None]:
+    """Hide an environment's guards, if there is one: dynamo can't write those on elements of tensors."""
+    if env is None:
+        yield
+        return
+    hidden, env.guards = env.guards, []
+    try:
+        yield
+    finally:
+        env.guards = hidden
+
+
 def known(env: Any) -> int:
     """Return the number of guards so far."""
     return len(env.guards)
 
 
-def evaluating() -> Any:
-    """Return a context for evaluating operators on symbolic sizes: Python implementations replace torch's C++ ones,
-    which take numbers only."""
-    return enable_python_dispatcher()
+@contextlib.contextmanager
+def evaluating() -> Iterator[None]:
+    """Evaluate operators on symbolic sizes: Python implementations replace torch's C++ ones, which take numbers only."""
+    with enable_python_dispatcher(), linear():
+        yield
 
 
 def new_mode(points: Mapping[str, tuple[int, int | None, int]]) -> tuple[Any, dict[str, torch.SymInt]]:
@@ -260,6 +327,90 @@ def new_mode(points: Mapping[str, tuple[int, int | None, int]]) -> tuple[Any, di
         env.constrain_symbol_range(symbol, low, int_oo if high is None else high)
         sizes[name] = env.create_symintnode(symbol, hint=point)
     return FakeTensorMode(allow_non_fake_inputs=True, shape_env=env), sizes
+
+
+# The symbols that captures have given to sizes by their names and numbers, by shape environment.
+_by_name: weakref.WeakKeyDictionary[Any, dict[tuple[str, int], Symbol]] = weakref.WeakKeyDictionary()
+
+
+def by_name(env: Any, name: str, number: int, create: Callable[[], Symbol]) -> Symbol:
+    """Return the symbol of a name in an environment of a capture; `create` it the first time."""
+    symbols = _by_name.setdefault(env, {})
+    if (name, number) not in symbols:
+        symbols[name, number] = create()
+    return symbols[name, number]
+
+
+def element(env: Any, name: str, number: int, unit: int) -> torch.SymInt:
+    """Return the element of a tensor that has this name in an environment of a capture, in which it is `number`: the
+    `unit` times a symbol."""
+    point = number // unit
+    symbol = by_name(env, name, point, lambda: env.create_symbol(point, ConstantSource(name), DimDynamic.DYNAMIC))
+    add_element(env, symbol, name, point)
+    return unit * env.create_symintnode(symbol, hint=point)  # type: ignore[no-any-return]
+
+
+def multiple_of(number: Any) -> tuple[int, Symbol | None]:
+    """Return the unit and the symbol of what `element` gave; no symbol for a number."""
+    if not isinstance(number, torch.SymInt):
+        return 1, None
+    unit, symbol = number.node._expr.as_coeff_Mul()
+    return int(unit), symbol
+
+
+def is_element(number: Any) -> bool:
+    """Return whether a number is an element of a tensor that is a symbol (or a multiple of one), not a product of
+    them."""
+    if not isinstance(number, torch.SymInt):
+        return False
+    symbol = number.node.expr.as_coeff_Mul()[1]
+    return len(factors_in(number.node.shape_env).get(symbol, ())) == 1
+
+
+@contextlib.contextmanager
+def solved_for_sizes() -> Iterator[None]:
+    """Let torch take a size for a sum of elements and their products where it asks whether both are equal, however long
+    that is.
+
+    (The rows of many images. Torch solves equations of up to five symbols.)
+    """
+    theirs = ShapeEnv._maybe_guard_rel
+
+    def related(env: Any, condition: Any) -> None:
+        elements = factors_in(env)
+        if isinstance(condition, sympy.Eq) and not condition.has(FloorDiv, Mod, PythonMod):
+            for size, sum_of_elements in (condition.args, reversed(condition.args)):
+                others = sum_of_elements.free_symbols
+                if isinstance(size, sympy.Symbol) and size not in elements and others and others <= elements.keys():
+                    env._set_replacement(size, env._find(sum_of_elements), "elements of tensors")
+                    return
+        theirs(env, condition)
+
+    ShapeEnv._maybe_guard_rel = related  # type: ignore[method-assign, assignment]
+    try:
+        with linear():
+            yield
+    finally:
+        ShapeEnv._maybe_guard_rel = theirs  # type: ignore[method-assign]
+
+
+def asked_elements(env: Any) -> set[str]:
+    """Return the names of the elements that guards of an environment of a capture are about."""
+    asked = set().union(*(guard.condition.free_symbols for guard in guards(env)))
+    factors = factors_in(env)
+    return {name for symbol in factors if symbol in asked or env.replace(symbol) != symbol for name in factors[symbol]}
+
+
+def within(size: torch.SymInt, limit: int, most: int) -> list[Any]:
+    """Return the conditions, without those that always hold, under which a size is at least -limit and below limit.
+    Elements of tensors are `most` at most."""
+    env, expr = size.node.shape_env, size.node.expr
+    factors = factors_in(env)
+    ranges = {s: env.var_to_range[s] for s in expr.free_symbols}
+    ranges |= {s: ValueRanges(ranges[s].lower, most ** len(factors[s])) for s in ranges.keys() & factors.keys()}
+    bounds = bound_sympy(expr, ranges)
+    conditions = [] if bounds.upper < limit else [expr < limit]
+    return conditions if bounds.lower >= -limit else [*conditions, expr >= -limit]
 
 
 def assume(env: Any, condition: Any) -> None:
