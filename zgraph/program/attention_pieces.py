@@ -27,6 +27,8 @@ _OF_A_SUM = 64
 # The most scores of a head of a piece with a mask, which takes as much memory as they do.
 _MOST_SCORES = 1 << 21
 
+_POWERS = torch.tensor([1 << at for at in range(8)], dtype=torch.uint8)
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -73,7 +75,10 @@ def divided(pieces: Sequence[Piece], block: int, *, parts: bool) -> Iterator[Pie
         else:
             runs.append([piece])
     for run in runs:
-        yield from _Division([_Row.of(piece, block) for piece in run], block, parts).pieces()
+        keys = torch.full((max(int(as_indices(piece.positions)[-1]) for piece in run) + 1,), -1)
+        for piece in run:
+            keys[as_indices(piece.positions)] = as_indices(piece.keys)
+        yield from _Division([_Row.of(piece, block) for piece in run], block, parts, keys).pieces()
 
 
 def _is_next(piece: Piece, other: Piece) -> bool:
@@ -93,8 +98,9 @@ class _Row:
 
     @classmethod
     def of(cls, piece: Piece, block: int) -> _Row:
-        blocks = torch.unique_consecutive(as_indices(piece.positions) // block).tolist()
-        return cls(piece, sum(1 << at for at in blocks), piece.queries.stop - piece.queries.start)
+        seen = torch.zeros(int(as_indices(piece.positions)[-1]) // block // 8 + 1, 8, dtype=torch.bool)
+        seen.view(-1)[as_indices(piece.positions) // block] = True
+        return cls(piece, _bits_of(seen), piece.queries.stop - piece.queries.start)
 
 
 @dataclass(frozen=True)
@@ -113,6 +119,7 @@ class _Division:
     rows: Sequence[_Row]  # the rows
     block: int  # the side of a block
     parts: bool  # whether a query's keys may be in several pieces
+    keys: Tensor  # the row of the key at each position, -1 for none
 
     def pieces(self) -> Iterator[Piece]:
         _, chosen = self._best(0, len(self.rows), 0)
@@ -181,34 +188,36 @@ class _Division:
     def _piece(self, part: _Chosen, *, alone: bool) -> Piece:
         rows = self.rows[part.first : part.last]
         first, last = rows[0].piece, rows[-1].piece
-        each = [self._keys_of(row, part.blocks) for row in rows]
-        positions, columns = torch.cat([x for x, _ in each]).unique(return_inverse=True)
-        keys = torch.empty_like(positions)
-        keys[columns] = torch.cat([x for _, x in each])
-        seen = torch.zeros(len(rows), len(positions), dtype=torch.bool)
-        seen[torch.arange(len(rows)).repeat_interleave(torch.tensor([len(x) for x, _ in each])), columns] = True
-        differ = not bool(seen.all())
+        chosen = _flags_of(part.blocks).repeat_interleave(self.block)[: len(self.keys)]
+        positions = (chosen & (self.keys[: len(chosen)] >= 0)).nonzero().flatten()
+        differ = any(part.blocks & ~row.blocks for row in rows)
         partial = 0
         for row in rows:
             partial |= row.piece.partial & row.blocks & part.blocks
+        of_blocks, width = positions // self.block, part.blocks.bit_length()
         return Piece(
             first.heads,
             slice(first.queries.start, last.queries.stop),
             first.first,
-            as_slice(keys),
+            as_slice(self.keys[positions]),
             as_slice(positions),
             partial,
             alone,
             torch.tensor([row.piece.first + row.queries for row in rows]) if differ else None,
-            seen if differ else None,
+            torch.stack([_flags_of(row.blocks, width)[of_blocks] for row in rows]) if differ else None,
         )
 
-    def _keys_of(self, row: _Row, blocks: int) -> tuple[Tensor, Tensor]:
-        """Return (the positions, the rows) of the keys that a row sees in some blocks."""
-        positions = as_indices(row.piece.positions)
-        of_blocks = positions // self.block
-        chosen = torch.tensor([bool(blocks >> at & 1) for at in range(int(of_blocks[-1]) + 1)])[of_blocks]
-        return positions[chosen], as_indices(row.piece.keys)[chosen]
+
+def _bits_of(flags: Tensor) -> int:
+    """Return a number with a bit for each boolean, [n, 8], of which the first is the lowest."""
+    return int.from_bytes((flags * _POWERS).sum(1).to(torch.uint8).numpy().tobytes(), "little")
+
+
+def _flags_of(bits: int, least: int = 0) -> Tensor:
+    """Return a boolean for each bit of a number, of which the lowest is the first, and for the bits after them up to `least`."""
+    length = max(bits.bit_length(), least) // 8 + 1
+    numbers = torch.frombuffer(bytearray(bits.to_bytes(length, "little")), dtype=torch.uint8)
+    return ((numbers.unsqueeze(1) & _POWERS) != 0).view(-1)
 
 
 def _time(found: tuple[float, list[_Chosen]]) -> float:

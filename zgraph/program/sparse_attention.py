@@ -194,14 +194,16 @@ def _of_heads(
         if rows[at]:
             queries = slice(at * side, min(last * side, length))
             keys = as_slice(_positions(rows[at], side, length))
-            pairs = [(row, block) for row in range(at, last) for block in rows[at]]
-            partial = {block for row, block in pairs if sparsity.is_partial(row, block) or (is_causal and block >= row)}
+            partial = {block for block in rows[at] if is_causal and block >= at}
+            if sparsity.of_positions:
+                partial |= {block for row in range(at, last) for block in rows[row] if sparsity.is_partial(row, block)}
             yield Piece(heads, queries, queries.start, keys, keys, sum(1 << block for block in partial))
         at = last
 
 
 def _positions(blocks: Sequence[int], side: int, length: int) -> Tensor:
-    return torch.cat([torch.arange(block * side, min((block + 1) * side, length)) for block in blocks])
+    positions = (torch.tensor(blocks).unsqueeze(1) * side + torch.arange(side)).flatten()
+    return positions[: int(torch.searchsorted(positions, length))]
 
 
 @dataclass(frozen=True)
