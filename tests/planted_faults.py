@@ -581,4 +581,12 @@ FAULTS: tuple[Fault, ...] = (
         "            pass\n",
         ("tests/program/test_attention_pieces.py::test_each_pair_is_computed_once",),
     ),
+    Fault(
+        "bits-in-another-order",
+        "layout",
+        "a mask that was packed in the order of its memory is unpacked in that of its dimensions",
+        "flat.view(np.bool_)).as_strided(size, stride)",
+        "flat.view(np.bool_)).view(size)",
+        ("tests/passes/remat/test_pack_masks.py::test_a_mask_comes_back_bit_for_bit",),
+    ),
 )

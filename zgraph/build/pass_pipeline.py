@@ -33,6 +33,7 @@ from zgraph.passes.overlap.bucket import BucketOptions, bucket
 from zgraph.passes.overlap.follow_order import Start
 from zgraph.passes.overlap.overlap import OverlapOptions, overlap
 from zgraph.passes.remat.checkpoint import CheckpointOptions, checkpoint
+from zgraph.passes.remat.pack_masks import pack_masks
 from zgraph.passes.remat.recompute import recompute
 from zgraph.passes.remat.rematerialize import RematerializeOptions, rematerialize
 from zgraph.passes.remat.solver import Solver
@@ -432,6 +433,7 @@ STEP_PASSES: tuple[PassRow[PassContext], ...] = (
     PassRow(tile, _of("tiles", lambda plan: bool(plan.tiles)), lambda c: TileOptions(tuple(c.plan.tiles.items()))),
     PassRow(checkpoint, _in_training(_checkpoints), _checkpoint_options),
     PassRow(rematerialize, _in_training(_rematerializes), _rematerialize_options),
+    PassRow(pack_masks, _in_training(_of("pack_masks", lambda plan: plan.pack_masks))),
     PassRow(interleave, _interleaves, _interleave_options),
     PassRow(shard_parameters, _always("parameters enter as this rank stores them")),
     PassRow(keep_gathered, _keeps, lambda c: KeepOptions(c.variant.gathered_before)),

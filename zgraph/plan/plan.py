@@ -391,6 +391,11 @@ class Plan(Record, frozen=True):
         description="what the backward recomputes: none; full (all but each layer's inputs); auto (cheap values on "
         'inductor, and what memory_budget needs); patterns of module paths; or a policy over nodes, "package.module:function"',
     )
+    pack_masks: StrictBool = Field(
+        examples=[True],
+        default=False,
+        description="whether masks that the forward saves for the backward (of dropout, say) are saved as bits, in place of bytes",
+    )
     tiles: Annotated[dict[str, StrictInt], AfterValidator(_check_tiles)] = Field(
         examples=[{"loss": 8, "model.layers.*.mlp": 4}],
         default_factory=Tiles,
