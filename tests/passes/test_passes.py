@@ -549,6 +549,7 @@ def test_snapshots_do_not_change_when_later_passes_run():
         "cleanup",
         "sliding_windows",
         "packed_documents",
+        "compact_masks",
         "checkpoint",
         "shard_parameters",
         "regather",

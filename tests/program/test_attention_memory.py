@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from ranks import Ranks
+from sweeps import sweep
 from torch import fx
 
 import zgraph
@@ -20,6 +23,8 @@ LAYOUTS = {
     "Fixed": (zgraph.Fixed(block=32, num_local_blocks=8, attention="unidirectional"), True),
     "positions": (zgraph.SlidingWindow(window=300), True),
 }
+KINDS = ("plain", "a mask", "dropout", "a mask that is learned")
+DTYPES = (torch.float32, torch.bfloat16)
 # Bytes that may be taken besides; 8 times as many may be said and not taken. (Little beside a step.)
 ROOM = 1 << 19
 
@@ -71,9 +76,7 @@ def taken_and_said(name: str, kind: str, dtype: torch.dtype) -> list[tuple[int, 
     return pairs
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", ["plain", "a mask", "dropout", "a mask that is learned"])
-@pytest.mark.parametrize("name", LAYOUTS)
+@sweep("name, kind, dtype", list(itertools.product(LAYOUTS, KINDS, DTYPES)), quick=8)
 def test_it_takes_what_is_said(name, kind, dtype, process):
     (pairs,) = process.run(taken_and_said, name, kind, dtype)
     for taken, said in pairs:

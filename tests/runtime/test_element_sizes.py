@@ -179,6 +179,7 @@ def test_cells_that_repeat_what_is_known_of_their_image_have_one_program():
     assert len(mine.zgraph.programs) == 1
 
 
+@pytest.mark.slow
 def test_frames_of_several_videos_are_constants_and_the_rest_is_free():
     mine, plain = pair()
     for one in ([(3, 4, 6), (5, 4, 4)], [(3, 8, 6), (5, 6, 4)], [(5, 4, 4), (3, 4, 8)], [(3, 4, 10), (5, 4, 4)]):
@@ -220,7 +221,7 @@ class WritesThroughAView(Images):
         return super().forward(cells, grid)
 
 
-@pytest.mark.parametrize("model", [Writes, WritesThroughAView])
+@pytest.mark.parametrize("model", [Writes, pytest.param(WritesThroughAView, marks=pytest.mark.slow)])
 def test_what_is_written_to_is_known_no_more(model):
     mine, plain = pair(model)
     for one in ([(1, 4, 6)], [(1, 8, 6)], [(1, 6, 6)]):
@@ -365,6 +366,7 @@ def test_products_wrap_around_as_in_plain_pytorch(dtype):
         assert same(mine, plain, {"cells": cells, "grid": torch.tensor([[3, high, 1000 + high % 7]], dtype=dtype)})
 
 
+@pytest.mark.slow
 def test_a_call_whose_sizes_do_not_fit_each_other_is_no_silent_one():
     mine, plain = pair()
     for one in ([(1, 4, 6)], [(1, 8, 6)], [(1, 6, 14)]):

@@ -520,6 +520,8 @@ def _capture(bound: types.MethodType, args: tuple[Any, ...], kwargs: dict[str, A
     try:
         return capture(bound, args, kwargs)
     except Exception as first:  # (dynamo's own errors are of many types)
+        if fakes.open_elements:  # (the next capture has them as constants)
+            raise _capture_error(first) from first
         with fake_tensors.held_after() as tensors:
             try:
                 run()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from sweeps import sweep
 from torch import nn
 from torch.nn import functional as F
 
@@ -151,8 +152,7 @@ def bert(implementation: str):
     return transformers.BertForMaskedLM(config)
 
 
-@pytest.mark.parametrize("sparse", [False, True], ids=["whole", "sparse"])
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@sweep("implementation, sparse", [(name, sparse) for name in ("eager", "sdpa") for sparse in (False, True)], quick=1)
 def test_a_padded_encoder_holds_no_mask_of_length_by_length(implementation, sparse):
     """For each length: one program has symbols for them."""
     layout = zgraph.LocalWindow(block=8, num_sliding_window_blocks=15, attention="bidirectional")
