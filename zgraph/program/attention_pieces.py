@@ -195,12 +195,16 @@ class _Division:
         for row in rows:
             partial |= row.piece.partial & row.blocks & part.blocks
         of_blocks, width = positions // self.block, part.blocks.bit_length()
+        keys = self.keys[positions]
+        places = as_slice(positions)
         return Piece(
             first.heads,
             slice(first.queries.start, last.queries.stop),
             first.first,
-            as_slice(self.keys[positions]),
-            as_slice(positions),
+            places
+            if torch.equal(keys, positions)
+            else as_slice(keys),  # (they are held as long as programs of this length run)
+            places,
             partial,
             alone,
             torch.tensor([row.piece.first + row.queries for row in rows]) if differ else None,

@@ -164,7 +164,6 @@ def longest(layout: str, wanted: int) -> int:
     return min(wanted, len(sparsity.layout[0]) * sparsity.block) if isinstance(sparsity, BlockLayout) else wanted
 
 
-@functools.lru_cache(maxsize=64)
 def pieces_of(layout: str, heads: int, length: int, is_causal: bool) -> tuple[Piece, ...]:
     """Return the pieces of a layout for whole sequences, of which each has the keys that all of its queries see."""
     sparsity = sparsity_of(layout)
@@ -221,6 +220,11 @@ class Attention:
 
 
 @functools.lru_cache(maxsize=64)
+def _rows(attention: Attention) -> Sequence[Piece]:
+    return attention.rows()
+
+
+@functools.lru_cache(maxsize=64)
 def divided_pieces(attention: Attention, *, parts: bool) -> tuple[Piece, ...]:
     """Return the pieces that take the least time; a query's keys are in several only with `parts`."""
     return tuple(divided(attention.rows(), sparsity_of(attention.layout).block, parts=parts))
@@ -246,7 +250,7 @@ def first_head(sparsity: Sparsity) -> int:
 
 def pieces_at_once(attention: Attention, rows: int) -> Iterator[Piece]:
     """Yield what is computed at once where weights are dropped: no more than `_SCORES_AT_ONCE` scores (or one query's)."""
-    for piece in attention.rows():
+    for piece in _rows(attention):
         heads = attention.heads if isinstance(piece.heads, slice) else len(piece.heads)
         each = max(1, _SCORES_AT_ONCE // max(1, rows * heads * len(as_indices(piece.keys))))
         for start in range(piece.queries.start, piece.queries.stop, each):
@@ -480,7 +484,7 @@ def _backward_by_products(
     dropout = _Dropout.of(sparsity, seed, dropout_p)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     attention = attention or Attention(layout, query.shape[1], query.shape[2], is_causal)
-    for piece in attention.rows() if dropout is None else pieces_at_once(attention, len(query)):
+    for piece in _rows(attention) if dropout is None else pieces_at_once(attention, len(query)):
         parts = _Parts(piece, query, key)
         mask = parts.mask(sparsity, attn_mask, is_causal, query)
         of_queries = [parts.of_queries(x).to(dtype) for x in (grad_out, query, out, logsumexp)]
