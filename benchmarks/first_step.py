@@ -164,7 +164,7 @@ def table(found: dict[tuple[str, str], list[dict[str, float]]]) -> str:
     ]
     for (name, way), runs in found.items():
         for kind, run in zip(("cold", "warm"), runs, strict=True):
-            cells = [f"{run[part]:.1f}" if way == "zgraph" else "" for part in PARTS]
+            cells = [f"{run.get(part, 0.0):.1f}" if way == "zgraph" else "" for part in PARTS]
             lines.append(f"| {name} | {way} | {kind} | {' | '.join(cells)} | {run['total']:.1f} | {run['wall']:.1f} |")
     return "\n".join(lines)
 
