@@ -118,15 +118,22 @@ def _is_elementwise(node: fx.Node) -> bool:
 
 
 def _is_known_position(node: Any, least: Any) -> bool:
-    """Return whether a value is at least `least`, since it has positions that count up from a number."""
-    while isinstance(node, fx.Node) and node.op == "call_function":
+    """Return whether a value is at least `least`, since it has positions that count up from a number.
+
+    (They are of 64 bits, to which no large number is added: others wrap around.)
+    """
+    while isinstance(node, fx.Node) and node.op == "call_function" and tensor(node).dtype is torch.int64:
         if node.target is aten.arange.default:
             return isinstance(least, int) and least <= 0
         if node.target is aten.arange.start:
             return all(isinstance(x, int) for x in (least, node.args[0])) and node.args[0] >= least  # type: ignore[operator]
-        if node.target is aten.add.Tensor and isinstance(node.args[1], int) and not node.kwargs:
+        if node.target is aten.add.Tensor and _is_small(node.args[1]) and _is_small(least) and not node.kwargs:
             least = least - node.args[1]
         elif node.target not in _VIEWS:
             return False
         node = node.args[0]
     return False
+
+
+def _is_small(number: Any) -> bool:
+    return isinstance(number, int) and abs(number) < 2**31

@@ -226,9 +226,13 @@ _Rule = Callable[[_Meanings, fx.Node], _Meaning]
 
 
 def _count(meanings: _Meanings, node: fx.Node) -> _Meaning:
-    whole = not tensor(node).dtype.is_floating_point
     start, step = start_and_step(node)
-    return _Position(-1, start) if whole and type(start) is int and step == 1 else None
+    return _Position(-1, start) if type(start) is int and _fits(node, start) and step == 1 else None
+
+
+def _fits(node: fx.Node, plus: int) -> bool:
+    """Return whether positions of a node's dtype to which a number is added do not wrap around."""
+    return tensor(node).dtype in (torch.int32, torch.int64) and abs(plus) < 2**30
 
 
 def _same(meanings: _Meanings, node: fx.Node) -> _Meaning:
@@ -334,9 +338,11 @@ def _sum(sign: int) -> _Rule:
             return None
         one, other = (meanings.of(x) for x in node.args)
         if isinstance(one, _Position | _Distance) and (number := _whole(other)) is not None:
-            return replace(one, plus=one.plus + sign * number)
+            plus = one.plus + sign * number
+            return replace(one, plus=plus) if _fits(node, plus) else None
         if sign == 1 and isinstance(other, _Position | _Distance) and (number := _whole(one)) is not None:
-            return replace(other, plus=other.plus + number)
+            plus = other.plus + number
+            return replace(other, plus=plus) if _fits(node, plus) else None
         if (
             sign == 1
             and isinstance(one, _Added)

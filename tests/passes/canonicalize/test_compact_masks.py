@@ -66,6 +66,14 @@ MASKS = {
         (ROWS, 1, LENGTH, LENGTH),
     ),
     "two sizes": (lambda s: by_number(s[0].expand(LENGTH, LENGTH)), (1, LENGTH)),
+    "positions of eight bits wrap around": (
+        lambda s: by_number(
+            (queries().to(torch.int8) + 127 >= 100).expand(ROWS, -1, -1, LENGTH)
+            | (torch.arange(LENGTH, dtype=torch.int8) + 120 >= 100).view(1, 1, -1, 1)
+            | s[:, None, None, :]
+        ),
+        (ROWS, 1, LENGTH, LENGTH),
+    ),
     "some positions are below": (
         lambda s: by_number((queries() - 1 >= 0).expand(ROWS, -1, -1, LENGTH) | s[:, None, None, :]),
         (ROWS, 1, LENGTH, LENGTH),

@@ -207,6 +207,12 @@ def of_a_broadcast_row(seen):
     return ((k <= q) & (k > q - WINDOW))[600:601].expand(seen.shape[1], -1)
 
 
+def of_wrapping_positions(seen):
+    """Positions of 16 bits, of which the last come before the first."""
+    each = torch.arange(seen.shape[1], dtype=torch.int16) + 32000
+    return (each <= each[:, None]) & (each > each[:, None] - WINDOW)
+
+
 def of_one_query(seen):
     """The window of a query whose position is cut out, for all queries."""
     q, k = torch.arange(seen.shape[1])[600:601, None], torch.arange(seen.shape[1])
@@ -224,6 +230,7 @@ def of_one_query(seen):
         of_numbers,
         of_a_broadcast_row,
         of_one_query,
+        of_wrapping_positions,
         one_document_more,
     ],
     ids=lambda f: f.__name__,
