@@ -11,7 +11,7 @@ import functools
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -128,6 +128,8 @@ class SizedFunction:
 
 def _compiled(program: Program, how: _How, point: Mapping[str, int] | None = None) -> _Compiled:
     """Compile a program; one with symbolic sizes is compiled for sizes like those of `point`."""
+    from zgraph.torch_compat.kernel_files import in_few_files  # (it imports Inductor)
+
     groups = how.groups
     decided = remade(program, point) if program.sizes else program
     known = symbols.known(decided.fake_mode.shape_env) if program.sizes else 0
@@ -144,11 +146,17 @@ def _compiled(program: Program, how: _How, point: Mapping[str, int] | None = Non
         raise _lowering_error(error, program) from error
     _check_order(source, program, ready)
     at = {node: i for i, node in enumerate(program.graph.nodes)}
-    rebuild = functools.partial(_rebuild, function)
     joined = isinstance(function, GeneratedCode)
+    record = function.record if joined else inductor_code.record_of(function)
+    rebuild = functools.partial(_rebuild, function)
+    if joined or _IS_LOADED_ANEW.search(source):
+        source = in_few_files(source)
+        function, names = _load(function, source, {})
+        libraries = inductor_code.libraries_of(names)
+        record = replace(record, libraries=libraries) if record is not None and libraries is not None else None
     executable = Executable(
         program,
-        rebuild(source, {}) if joined or _FALLBACK_RESULT.search(source) else function,
+        function,
         source,
         kernels(source, program),
         library_calls(source),
@@ -156,9 +164,7 @@ def _compiled(program: Program, how: _How, point: Mapping[str, int] | None = Non
         tuple((line, at[node]) for line, node in launch_lines(source, program)),
         rebuild,
     )
-    return _Compiled(
-        executable, _fits(decided, known), function.record if joined else inductor_code.record_of(function)
-    )
+    return _Compiled(executable, _fits(decided, known), record)
 
 
 def _loaded(program: Program, code: Code) -> Executable | None:
@@ -259,8 +265,19 @@ _FALLBACK_RESULT = re.compile(
 )
 
 
+# Code with a call of torch's own operators, or with C++ kernels, which Inductor has not compiled.
+_IS_LOADED_ANEW = re.compile(rf"{_FALLBACK_RESULT.pattern}|^\w+ = async_compile\.cpp_pybinding\(", re.M)
+
+
 def _rebuild(compiled: Any, source: str, names: dict[str, Any]) -> Callable[[list[Any]], Sequence[Any]]:
-    """Return the callable of compiled code with an edited source and some names in its scope.
+    """Return the callable of compiled code with an edited source and some names in its scope."""
+    return _load(compiled, source, names)[0]
+
+
+def _load(
+    compiled: Any, source: str, names: dict[str, Any]
+) -> tuple[Callable[[list[Any]], Sequence[Any]], dict[str, Any]]:
+    """Return (the callable of compiled code with this source and some names in its scope, all names of its scope).
 
     Generated kernels assume that results of torch's own operators have the strides of their fake implementations:
     other results are laid out so.

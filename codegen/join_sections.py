@@ -39,7 +39,8 @@ class GeneratedCode:
     constants: Mapping[str, Any]  # the tensors that the code reads, by name
     inputs_to_check: Sequence[int]  # positions of inputs that it reads as if aligned in memory
     mutated_input_idxs: Sequence[int]  # positions of inputs that it writes to
-    record: CodeRecord | None  # what another process needs to load the code; None where it can't
+    # what another process needs to load the code, without its libraries; None where it can't
+    record: CodeRecord | None
 
 
 def join(program: Program, sections: Sequence[Section], codes: Mapping[str, GeneratedCode]) -> GeneratedCode:
@@ -65,11 +66,8 @@ def join(program: Program, sections: Sequence[Section], codes: Mapping[str, Gene
         lines += _calls(section, body, variables)
     lines.append(f"return {_listed(variables[n] for n in program.output_values())}")
     source = "\n".join([*top.lines(), "", "def call(args):", textwrap.indent("\n".join(lines), "    "), ""])
-    record = None
-    records = [code.record for code in codes.values() if code.record is not None]
-    if len(records) == len(codes):
-        libraries = sorted({path for each in records for path in each.libraries})
-        record = CodeRecord(tuple(sorted(checked)), tuple(sorted(written)), tuple(libraries))
+    can_be_loaded = all(code.record is not None for code in codes.values())
+    record = CodeRecord(tuple(sorted(checked)), tuple(sorted(written))) if can_be_loaded else None
     return GeneratedCode(source, top.constants, sorted(checked), sorted(written), record)
 
 

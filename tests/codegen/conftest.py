@@ -11,11 +11,14 @@ import torch.distributed as dist
 from lowering import WORLD
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from zgraph.torch_compat import kernel_files
+
 
 @pytest.fixture
 def not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Code is generated and read, not run: nothing compiles its kernels, which would take most of the time."""
     monkeypatch.setattr(torch._inductor.async_compile.AsyncCompile, "cpp_pybinding", lambda *_: None)
+    monkeypatch.setattr(kernel_files, "compile_together", lambda kernels, files: dict.fromkeys(kernels))
 
 
 @pytest.fixture

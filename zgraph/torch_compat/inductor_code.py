@@ -248,6 +248,8 @@ def compile_with_inductor(
 
     Collectives and library calls keep the graph's order: fused kernels around them do not move them, and Inductor's own reorder passes, which
     move the start of a collective next to its wait, are off. `chunks`, `copies`: see `order_keeper`.
+
+    C++ kernels are not compiled: one that is called compiles itself alone, `rebuild_inductor` compiles all of a source.
     """
     import torch._inductor.config as inductor_config
     from torch._inductor.compile_fx import compile_fx_inner
@@ -267,11 +269,9 @@ def compile_with_inductor(
         stack.enter_context(V.set_fake_mode(fake_mode))
         stack.enter_context(tracing(TracingContext(fake_mode)))
         stack.enter_context(inductor_config.patch(keep))
-        stack.enter_context(_known_sizes())
-        stack.enter_context(_products_where_they_are())
-        stack.enter_context(_sums_where_they_belong())
-        if copies or not reuse:
-            stack.enter_context(_functions_apart())
+        apart = [_functions_apart] if copies or not reuse else []
+        for changed in (_known_sizes, _products_where_they_are, _sums_where_they_belong, _kernels_not_compiled, *apart):
+            stack.enter_context(changed())
         compiled = compile_fx_inner(module, list(inputs), is_backward=is_backward)
     if not hasattr(compiled, "output_strides"):  # (a graph without an operator is not compiled at all)
         values = [getattr(n, "meta", {}).get("val") for n in module.graph.output_node().args[0]]  # type: ignore[union-attr]
@@ -402,13 +402,26 @@ def _is_light(node: fx.Node) -> bool:
     return views or torch.Tag.pointwise in node.target.tags
 
 
+@contextlib.contextmanager
+def _kernels_not_compiled() -> Iterator[None]:
+    """Let generated code that is loaded inside define its C++ kernels without compiling them."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    from zgraph.torch_compat.kernel_files import KernelSource
+
+    def later(_: Any, argtypes: Sequence[str], source_code: str) -> KernelSource:
+        return KernelSource(argtypes, source_code)
+
+    with unittest.mock.patch.object(AsyncCompile, "cpp_pybinding", later):
+        yield
+
+
 def rebuild_inductor(
     compiled: Any, library: Callable[[Any], Any], source: str, names: dict[str, Any]
-) -> Callable[[list[Any]], Sequence[Any]]:
-    """Return the boxed callable of `compiled` with another `source` (its own, edited) and `names` added to the source's
-    module.
+) -> tuple[Callable[[list[Any]], Sequence[Any]], dict[str, Any]]:
+    """Load a source, that of `compiled` or an edited one, and add `names` to its module.
 
-    `library`: see `compile_with_inductor`.
+    Returns (its boxed callable, the names of its module). `library`: see `compile_with_inductor`.
     """
     from torch._inductor.codecache import PyCodeCache
     from torch._inductor.utils import align_inputs_from_check_idxs
@@ -418,7 +431,8 @@ def rebuild_inductor(
     module = PyCodeCache.load_by_key_path(key, path, attrs={**(getattr(compiled, "constants", None) or {}), **names})
     module.__dict__["extern_kernels"] = library(module.__dict__["extern_kernels"])
     written = OrderedSet(getattr(compiled, "mutated_input_idxs", ()))
-    return align_inputs_from_check_idxs(module.call, getattr(compiled, "inputs_to_check", ()), written)
+    call = align_inputs_from_check_idxs(module.call, getattr(compiled, "inputs_to_check", ()), written)
+    return call, module.__dict__
 
 
 @dataclass(frozen=True)
@@ -431,8 +445,10 @@ class CodeRecord:
 
 
 def record_of(compiled: Any) -> CodeRecord | None:
-    """Return the record of a result of `compile_with_inductor`; None where another process can't run its code (it holds
-    tensors, say)."""
+    """Return the record of a result of `compile_with_inductor`, without its libraries.
+
+    Returns None where another process can't run its code (it holds tensors, say).
+    """
     runner = getattr(compiled, "compiled_fn_runner", None)
     constants = (
         "constants",
@@ -444,20 +460,26 @@ def record_of(compiled: Any) -> CodeRecord | None:
     others = ("guards_expr", "disabled_cudagraphs_reason", "_defers_input_alignment", "_wrap_compiled_regions")
     if runner is None or any(getattr(compiled, name, None) for name in (*constants, *others)):
         return None
+    return CodeRecord(
+        tuple(int(at) for at in compiled.inputs_to_check), tuple(int(at) for at in compiled.mutated_input_idxs)
+    )
+
+
+def libraries_of(names: dict[str, Any]) -> tuple[str, ...] | None:
+    """Return the files of the C++ kernels among the names of a module, as paths within Inductor's cache folder.
+
+    Returns None where one is elsewhere.
+    """
     folder = os.path.realpath(inductor_folder())
-    paths = []
-    for value in type(runner).call.__globals__.values():
+    paths = set()
+    for value in names.values():
         of = getattr(getattr(value, "__self__", None), "__file__", None)
         if isinstance(of, str) and of.endswith(".so"):
             path = os.path.relpath(os.path.realpath(of), folder)
             if path.startswith(os.pardir):
                 return None
-            paths.append(path)
-    return CodeRecord(
-        tuple(int(at) for at in compiled.inputs_to_check),
-        tuple(int(at) for at in compiled.mutated_input_idxs),
-        tuple(sorted(set(paths))),
-    )
+            paths.add(path)
+    return tuple(sorted(paths))
 
 
 def constants_of(compiled: Any) -> dict[str, torch.Tensor]:
