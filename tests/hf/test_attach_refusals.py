@@ -54,6 +54,7 @@ ARGUMENTS = {
     "bf16_full_eval": ({"bf16_full_eval": True}, "leave it out"),
     "fp16_full_eval": ({"fp16_full_eval": True}, "leave it out"),
     "debug": ({"debug": ["underflow_overflow"]}, 'on_nonfinite="stop"'),
+    "activation_checkpointing_kwargs": ({"activation_checkpointing_kwargs": {"offload": True}}, "offload.activations"),
     "parallelism_config": ({"parallelism_config": object()}, "give the plan a mesh"),
 }
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from zgraph.api.full_state_dict import as_held, full_optimizer_state, full_state_dict
+from zgraph.api.uneven_batches import join_uneven_inputs, watch_batches
 from zgraph.errors import CheckpointError, ModelError
 from zgraph.plan.plan import Plan
 from zgraph.runtime.compiled_models import is_compiled
@@ -58,6 +59,8 @@ class ForAccelerate:
             refuse_other_engines()
         if self._handle.mesh is None:
             return False
+        if library is not None:
+            watch_batches(self._handle.forward.module, self._handle)
         state = sys.modules.get("accelerate.state")
         asked = "no" if state is None else state.AcceleratorState().mixed_precision
         if asked != "no" and self._handle.plan.precision == Plan().precision:
@@ -71,13 +74,14 @@ class ForAccelerate:
 
 
 def _watch(accelerator: Any) -> None:
-    """Make an accelerator that prepares a compiled model save and load it by all ranks together."""
+    """Make an accelerator that prepares a compiled model save and load it by all ranks together, and refuse to join uneven ones."""
     if "get_state_dict" not in accelerator.__dict__:
         refuse_release("accelerators")
         for name, does in (
             ("get_state_dict", _get_state_dict),
             ("save_state", _save_state),
             ("load_state", _load_state),
+            ("join_uneven_inputs", join_uneven_inputs),
         ):
             setattr(accelerator, name, functools.partial(does, accelerator, getattr(accelerator, name)))
 

@@ -104,6 +104,12 @@ _REFUSED = (
         'leave it out: on_nonfinite="stop" of the plan names the first value that became infinite or NaN',
     ),
     _Refused(
+        "activation_checkpointing_kwargs",
+        lambda args: bool((getattr(args, "activation_checkpointing_kwargs", None) or {}).get("offload")),
+        "offload=True keeps saved activations in the host's memory by hooks that no graph can hold",
+        "leave offload out: offload.activations of the plan moves them, beside other work",
+    ),
+    _Refused(
         "parallelism_config",
         lambda args: args.parallelism_config is not None,
         "accelerate would divide the model that the plan divides",
