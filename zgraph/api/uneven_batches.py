@@ -60,14 +60,19 @@ def batches_of_ranks(loader: Any) -> list[int]:
         if not sampler.split_batches:
             ranks = range(sampler.num_processes)
             return [whole // sampler.num_processes + (rank < whole % sampler.num_processes) for rank in ranks]
-        part, rest = sampler.batch_size // sampler.num_processes, len(sampler.batch_sampler.sampler) % sampler.batch_size
+        part, rest = (
+            sampler.batch_size // sampler.num_processes,
+            len(sampler.batch_sampler.sampler) % sampler.batch_size,
+        )
     except (AttributeError, TypeError):  # (a sampler of the user's own, without a length)
         return []
     full = whole - (rest > 0)
     return [full + (rest > part * rank) for rank in range(sampler.num_processes)]
 
 
-def join_uneven_inputs(accelerator: Any, own: Callable[..., Any], joinables: Any, even_batches: bool | None = None) -> Any:
+def join_uneven_inputs(
+    accelerator: Any, own: Callable[..., Any], joinables: Any, even_batches: bool | None = None
+) -> Any:
     """Return accelerate's context, which joins ranks with fewer batches. Raises `ModelError` for a compiled model where it would do so."""
     wanted = accelerator.even_batches if even_batches is None else even_batches
     if accelerator.multi_device and not wanted and any(is_compiled(joined) for joined in joinables):
