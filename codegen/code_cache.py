@@ -26,6 +26,7 @@ from zgraph.errors import UnsupportedError
 from zgraph.program.lazy_program import text_of
 from zgraph.program.program import Program
 from zgraph.torch_compat import inductor_code, process_groups
+from zgraph.torch_compat.kernel_files import Place
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +100,9 @@ class CodeCache:
             data["source"],
             [None if s is None else tuple(s) for s in data["strides"]],
             inductor_code.CodeRecord(
-                tuple(data["inputs_to_check"]), tuple(data["mutated_input_idxs"]), tuple(path for path, _ in paths)
+                tuple(data["inputs_to_check"]),
+                tuple(data["mutated_input_idxs"]),
+                tuple(Place(*place) for place in data["places"]),
             ),
             _kernels(data["kernels"]),
             _kernels(data["library"]),
@@ -109,7 +112,7 @@ class CodeCache:
     def keep(self, key: str, code: Code) -> None:
         """Store the code of a program, with its libraries."""
         paths = []
-        for path in code.record.libraries:
+        for path in sorted({place.path for place in code.record.places}):
             try:
                 data = (Path(inductor_code.inductor_folder()) / path).read_bytes()
             except OSError as error:

@@ -29,6 +29,7 @@ from zgraph.program.node import has_info, info
 from zgraph.program.program import InputRole, OutputRole, Program
 from zgraph.program.sizes import guards_of, remade
 from zgraph.torch_compat import compile_lock, inductor_code, symbols
+from zgraph.torch_compat.kernel_files import kernels_together, places_of
 
 logger = logging.getLogger(__name__)
 
@@ -62,13 +63,11 @@ def compile_inductor(
     code = kept.take(key) if kept is not None and key is not None else None
     if code is not None and (loaded := _loaded(program, code)) is not None:
         return loaded
-    compiled = _compiled(program, how)
-    executable = compiled.executable
-    if kept is not None and key is not None:
-        if compiled.record is not None:
-            kept.keep(key, Code.of(executable, compiled.record))
-        else:
-            kept.refuse(program, "Inductor's code of it can't be loaded by another process")
+    with kernels_together() as waiting:
+        compiled = _compiled(program, how)
+        executable = compiled.executable
+        if kept is not None and key is not None:
+            waiting.then(functools.partial(_keep, compiled, kept, key))
     if not program.sizes:
         return executable
     names = tuple(s.name for s in program.sizes.symbols)
@@ -90,9 +89,47 @@ class _How:
 
 @dataclass(frozen=True)
 class _Compiled:
-    executable: Executable  # the program, ready to run
+    executable: Executable  # the program, ready to run when its kernels are compiled
     fits: Callable[..., bool]  # whether its kernels are right at given sizes
-    record: inductor_code.CodeRecord | None  # what another process needs to run its code; None where that can't be
+    loader: _Loader  # what has loaded its code
+
+
+class _Loader:
+    """Loads the code of a program, and edited versions of it, whose kernels are then those of the first."""
+
+    def __init__(self, compiled: Any, record: inductor_code.CodeRecord | None) -> None:
+        self._compiled = compiled
+        self._record = record  # what another process needs to run the code; None where that can't be
+        self._scope: dict[str, Any] = {}  # the names of the code that was loaded first
+
+    @property
+    def record(self) -> inductor_code.CodeRecord | None:
+        """What another process needs to run the code; None where that can't be. For code whose kernels are compiled."""
+        places = places_of(self._scope)
+        return replace(self._record, places=places) if self._record is not None and places is not None else None
+
+    def __call__(self, source: str, names: dict[str, Any]) -> Callable[[list[Any]], Sequence[Any]]:
+        """Return the callable of the code with this source and some names in its scope.
+
+        Generated kernels assume that results of torch's own operators have the strides of their fake implementations:
+        other results are laid out so.
+        """
+        laid = _FALLBACK_RESULT.sub(
+            rf"\g<indent>\g<name> = {_AS_PROMISED}(\g<name>, \g<size>, \g<strides>, '\g<of>')", source
+        )
+        known = places_of(self._scope) if self._scope else getattr(self._record, "places", ())
+        names = {_AS_PROMISED: _as_promised, **names}
+        function, scope = inductor_code.rebuild_inductor(self._compiled, library, laid, names, known or ())
+        self._scope = self._scope or scope
+        return function
+
+
+def _keep(compiled: _Compiled, kept: CodeCache, key: str) -> None:
+    record = compiled.loader.record
+    if record is not None:
+        kept.keep(key, Code.of(compiled.executable, record))
+    else:
+        kept.refuse(compiled.executable.program, "Inductor's code of it can't be loaded by another process")
 
 
 class SizedFunction:
@@ -128,8 +165,6 @@ class SizedFunction:
 
 def _compiled(program: Program, how: _How, point: Mapping[str, int] | None = None) -> _Compiled:
     """Compile a program; one with symbolic sizes is compiled for sizes like those of `point`."""
-    from zgraph.torch_compat.kernel_files import in_few_files  # (it imports Inductor)
-
     groups = how.groups
     decided = remade(program, point) if program.sizes else program
     known = symbols.known(decided.fake_mode.shape_env) if program.sizes else 0
@@ -147,13 +182,9 @@ def _compiled(program: Program, how: _How, point: Mapping[str, int] | None = Non
     _check_order(source, program, ready)
     at = {node: i for i, node in enumerate(program.graph.nodes)}
     joined = isinstance(function, GeneratedCode)
-    record = function.record if joined else inductor_code.record_of(function)
-    rebuild = functools.partial(_rebuild, function)
+    load = _Loader(function, function.record if joined else inductor_code.record_of(function))
     if joined or _IS_LOADED_ANEW.search(source):
-        source = in_few_files(source)
-        function, names = _load(function, source, {})
-        libraries = inductor_code.libraries_of(names)
-        record = replace(record, libraries=libraries) if record is not None and libraries is not None else None
+        function = load(source, {})
     executable = Executable(
         program,
         function,
@@ -162,22 +193,20 @@ def _compiled(program: Program, how: _How, point: Mapping[str, int] | None = Non
         library_calls(source),
         strides,
         tuple((line, at[node]) for line, node in launch_lines(source, program)),
-        rebuild,
+        load,
     )
-    return _Compiled(executable, _fits(decided, known), record)
+    return _Compiled(executable, _fits(decided, known), load)
 
 
 def _loaded(program: Program, code: Code) -> Executable | None:
     """Return an executable of cached code; None, with a warning, where the code can't be loaded here."""
-    rebuild = functools.partial(_rebuild, code.record)
+    load = _Loader(code.record, code.record)
     try:
-        function = rebuild(code.source, {})
+        function = load(code.source, {})
     except Exception as error:  # (a missing library of the system, a folder that nothing may be run from)
         logger.warning("the kept code of %s can't be loaded, and is compiled anew: %s", program.name, error)
         return None
-    return Executable(
-        program, function, code.source, code.kernels, code.library, list(code.strides), code.calls, rebuild
-    )
+    return Executable(program, function, code.source, code.kernels, code.library, list(code.strides), code.calls, load)
 
 
 def _generated(ready: Program, held: list[fx.Node], fixed: list[int], how: _How) -> tuple[Any, str, list[Any]]:
@@ -267,25 +296,6 @@ _FALLBACK_RESULT = re.compile(
 
 # Code with a call of torch's own operators, or with C++ kernels, which Inductor has not compiled.
 _IS_LOADED_ANEW = re.compile(rf"{_FALLBACK_RESULT.pattern}|^\w+ = async_compile\.cpp_pybinding\(", re.M)
-
-
-def _rebuild(compiled: Any, source: str, names: dict[str, Any]) -> Callable[[list[Any]], Sequence[Any]]:
-    """Return the callable of compiled code with an edited source and some names in its scope."""
-    return _load(compiled, source, names)[0]
-
-
-def _load(
-    compiled: Any, source: str, names: dict[str, Any]
-) -> tuple[Callable[[list[Any]], Sequence[Any]], dict[str, Any]]:
-    """Return (the callable of compiled code with this source and some names in its scope, all names of its scope).
-
-    Generated kernels assume that results of torch's own operators have the strides of their fake implementations:
-    other results are laid out so.
-    """
-    laid = _FALLBACK_RESULT.sub(
-        rf"\g<indent>\g<name> = {_AS_PROMISED}(\g<name>, \g<size>, \g<strides>, '\g<of>')", source
-    )
-    return inductor_code.rebuild_inductor(compiled, library, laid, {_AS_PROMISED: _as_promised, **names})
 
 
 def _as_promised(value: torch.Tensor, size: tuple[int, ...], strides: tuple[int, ...], operator: str) -> torch.Tensor:

@@ -39,7 +39,7 @@ class GeneratedCode:
     constants: Mapping[str, Any]  # the tensors that the code reads, by name
     inputs_to_check: Sequence[int]  # positions of inputs that it reads as if aligned in memory
     mutated_input_idxs: Sequence[int]  # positions of inputs that it writes to
-    # what another process needs to load the code, without its libraries; None where it can't
+    # what another process needs to load the code, without the places of its kernels; None where it can't
     record: CodeRecord | None
 
 
@@ -108,10 +108,11 @@ class _Definitions:
     def add(self, code: GeneratedCode) -> dict[str, str]:
         """Add the definitions of a section's code; return the new name of each by its old one."""
         renamed: dict[str, str] = {}
+        lines = code.source.encode().splitlines()
         for statement in ast.parse(code.source).body:
             if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
                 break  # (what follows is Inductor's code for running it alone)
-            text = ast.get_source_segment(code.source, statement) or ""
+            text = _segment(lines, statement)
             if isinstance(statement, (ast.Import, ast.ImportFrom)):
                 self.header[text] = None
             elif isinstance(statement, ast.Assign) and isinstance(target := statement.targets[0], ast.Name):
@@ -169,6 +170,7 @@ def _body(source: str, renamed: Mapping[str, str]) -> _Body:
         case _:
             raise UnknownFormError("it does not go from arguments to results")
     names = tuple(a.id for a in arguments if isinstance(a, ast.Name))
+    encoded = source.encode().splitlines()
     lines = source.splitlines()[(cleared.end_lineno or 0) : returned.lineno - 1]
     other = {name: new for name, new in renamed.items() if name != new}
     if other:
@@ -188,10 +190,20 @@ def _body(source: str, renamed: Mapping[str, str]) -> _Body:
     return _Body(
         names,
         tuple(textwrap.dedent("\n".join(lines)).splitlines()),
-        tuple(ast.get_source_segment(source, r) or "" for r in results),
+        tuple(_segment(encoded, r) for r in results),
         tuple(there),
         frozenset(at for at, result in enumerate(results) if _is_shifted(result, offsets)),
     )
+
+
+def _segment(lines: Sequence[bytes], node: ast.stmt | ast.expr) -> str:
+    """Return the text of a node of the source with these lines (`ast.get_source_segment` divides the source each
+    time)."""
+    end = node.end_lineno or node.lineno
+    own = list(lines[node.lineno - 1 : end])
+    own[-1] = own[-1][: node.end_col_offset]
+    own[0] = own[0][node.col_offset :]
+    return b"\n".join(own).decode()
 
 
 def _straight(statements: Sequence[ast.stmt]) -> Iterator[ast.stmt]:

@@ -7,7 +7,8 @@ waited for. Neighbours that equal no other section are joined, so what a model c
 in a whole program.
 
     node               in the layers.N of its module; a layer whose nodes are recomputed elsewhere begins where most of them are
-    section            nodes between two cuts, in order, with views and constants of others where they are read
+    section            nodes between two cuts, in order, with views and constants of others where they are read; of an update
+                       the nodes of one parameter
     key                operators, arguments, types and lifetimes without names: equal if Inductor makes the same code of them
 """
 
@@ -27,8 +28,8 @@ from torch import fx
 
 from zgraph.passes.update.group_updates import type_of
 from zgraph.program import collectives, transfers_to_host
-from zgraph.program.aliases import is_view, root_of
-from zgraph.program.node import Role, has_info, info, value
+from zgraph.program.aliases import is_view, is_write, root_of
+from zgraph.program.node import Phase, Role, has_info, info, value
 from zgraph.program.program import Program
 from zgraph.torch_compat import fx_graphs
 
@@ -106,20 +107,28 @@ def sections(program: Program, held: Set[fx.Node], fixed: Set[fx.Node]) -> list[
     compiled whole.
 
     It is compiled whole if it has no layers, few equal ones, symbolic sizes, transfers to or from host memory, or work
-    that ranks divide (`tp`, `cp`). `held` are the inputs that outlive it, `fixed` the outputs whose strides are the
-    program's.
+    that ranks divide (`tp`, `cp`). The sections of an update are its parameters; on accelerators it is compiled whole,
+    since one kernel is launched for all of them. `held` are the inputs that outlive it, `fixed` the outputs whose
+    strides are the program's.
     """
     if program.sizes or any(transfers_to_host.is_host_transfer(n) or _is_exchange(n) for n in program.graph.nodes):
         return []
-    for depth in _DEPTHS:
+    is_update = all(has_info(n) and info(n).phase is Phase.UPDATE for n in _calls(program))
+    inputs = {n: v for n in program.placeholders() if isinstance(v := value(n), torch.Tensor)}
+    if is_update and any(v.is_cuda for v in inputs.values()):
+        return []
+    fewer_nodes, size = (1, 1) if is_update else (MIN_FEWER, MIN_SIZE)
+    if is_update:  # (numbers that all parameters read do not end with one of them)
+        held = {*held, *(n for n, v in inputs.items() if v.dim() == 0)}
+    for starts in [_starts_of_parameters(program)] if is_update else (_starts(program, depth) for depth in _DEPTHS):
         try:
-            candidates = _with_unequal_joined(program, held, fixed, _starts(program, depth))
+            candidates = _with_unequal_joined(program, held, fixed, starts)
         except _NotTensors:
             continue
         kinds = {s.key: len(s.nodes) for s in candidates}
         whole = sum(len(s.nodes) for s in candidates)
         fewer = whole - sum(kinds.values())
-        if fewer >= max(MIN_FEWER, MIN_SHARE * whole) and whole >= MIN_SIZE * len(candidates):
+        if fewer >= max(fewer_nodes, MIN_SHARE * whole) and whole >= size * len(candidates):
             return candidates
     return []
 
@@ -159,6 +168,12 @@ def _starts(program: Program, depth: int) -> list[int]:
         before, last = middle, places[layer][-1]
     starts.update(computing[bisect.bisect(computing, last) :][:1])
     return sorted(starts)
+
+
+def _starts_of_parameters(program: Program) -> list[int]:
+    """Return the positions among an update's calls at which those of another parameter begin."""
+    own = [info(node).param for node in _calls(program)]
+    return [at for at, param in enumerate(own) if at == 0 or param != own[at - 1]]
 
 
 def _calls(program: Program) -> list[fx.Node]:
@@ -258,7 +273,7 @@ def _operands(start: fx.Node) -> list[fx.Node]:
 
 
 def _is_repeated(node: fx.Node) -> bool:
-    return node.target in _FILLED or is_view(node)
+    return node.target in _FILLED or (is_view(node) and not is_write(node))
 
 
 def _offset(node: fx.Node) -> Any:

@@ -24,6 +24,7 @@ from zgraph.program.aliases import is_write
 from zgraph.program.node import NodeInfo, Phase, info, set_info, value
 from zgraph.program.program import InputRole, Level, OutputRole, Port, Program
 from zgraph.torch_compat import fx_graphs
+from zgraph.torch_compat.kernel_files import kernels_together
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,16 +122,18 @@ def compile_chunks(
     executables: dict[str, Executable] = {}
     chunks: list[Chunk] = []
     places = {node: port.name for port, node in program.input_items() if port.role is InputRole.PARAMETER}
-    for nodes in groups_of(program):
-        part = _part(program, nodes, len(chunks))
-        key = canonical(part)
-        if key not in executables:
-            executables[key] = compile_one(part)
-        same = executables[key]
-        executable = replace(same, program=part)
-        gives = tuple(p.name for p in part.outputs)
-        writes = tuple(places[n.all_input_nodes[0]] for n in nodes if is_write(n) and n.all_input_nodes[0] in places)
-        chunks.append(Chunk(executable, tuple(p.name for p in part.inputs), gives, writes))
+    with kernels_together():
+        for nodes in groups_of(program):
+            part = _part(program, nodes, len(chunks))
+            key = canonical(part)
+            if key not in executables:
+                executables[key] = compile_one(part)
+            executable = replace(executables[key], program=part)
+            gives = tuple(p.name for p in part.outputs)
+            writes = tuple(
+                places[n.all_input_nodes[0]] for n in nodes if is_write(n) and n.all_input_nodes[0] in places
+            )
+            chunks.append(Chunk(executable, tuple(p.name for p in part.inputs), gives, writes))
     return UpdateExecutable(program, chunks, late)
 
 

@@ -8,8 +8,15 @@ import pytest
 import torch
 
 import zgraph
+from zgraph.errors import LoweringError
 from zgraph.torch_compat import kernel_files
-from zgraph.torch_compat.kernel_files import KernelSource, compile_together, in_few_files
+from zgraph.torch_compat.kernel_files import (
+    KernelSource,
+    compile_kernels,
+    compile_together,
+    kernels_together,
+    places_of,
+)
 
 HEADER = "#include <torch/csrc/inductor/cpp_prefix.h>"
 SCALE = (
@@ -95,19 +102,50 @@ def test_a_kernel_that_is_called_before_it_is_compiled_compiles_itself():
     assert result.tolist() == [3.0, 3.0]
 
 
-def test_code_says_in_how_many_files_its_kernels_are(monkeypatch):
-    monkeypatch.setattr(kernel_files.async_compile, "get_compile_threads", lambda: 2)
-    top = "from torch._inductor.async_compile import AsyncCompile\nasync_compile = AsyncCompile()\n"
-    kernel = "a{} = async_compile.cpp_pybinding(['float*'], r'''\n''')\n"
-    assert in_few_files(top + kernel.format(0)) == top + kernel.format(0)
-    assert "AsyncCompile(files=2)" in in_few_files(top + "".join(map(kernel.format, range(5))))
-    other = top.replace("from torch._inductor.async_compile", "from elsewhere")
-    assert in_few_files(other + kernel.format(0) * 2) == other + kernel.format(0) * 2
+def test_equal_kernels_are_compiled_once_and_all_code_inside_is_compiled_at_the_end():
+    one, other = {"a": KernelSource(*SCALE), "b": KernelSource(*COUNT)}, {"c": KernelSource(*SCALE), "d": 4}
+    ends = []
+    with kernels_together() as waiting:
+        compile_kernels(one, ())
+        with kernels_together():
+            compile_kernels(other, ())
+        waiting.then(lambda: ends.append(isinstance(other["c"], KernelSource)))
+        assert isinstance(one["a"], KernelSource) and isinstance(other["c"], KernelSource)
+    assert ends == [False] and other["d"] == 4
+    assert one["a"] is other["c"] is not one["b"]
+
+
+def test_kernels_are_found_where_they_were_compiled(monkeypatch):
+    scope = {"a": KernelSource(*SCALE), "b": KernelSource(*OF_ANOTHER_FORM)}
+    compile_kernels(scope, ())
+    places = places_of(scope)
+    assert places is not None and {place.kernel for place in places} == {"a", "b"}
+    monkeypatch.setattr(kernel_files, "compile_together", None)  # (a call of it is an error)
+    again = {"a": KernelSource(*SCALE), "b": KernelSource(*OF_ANOTHER_FORM)}
+    compile_kernels(again, places)
+    result = torch.zeros(2)
+    again["a"](torch.ones(2), result, 2, 3.0)
+    assert result.tolist() == [3.0, 3.0]
+
+
+def test_an_error_inside_compiles_nothing_and_kernels_still_run():
+    scope = {"a": KernelSource(*SCALE)}
+    with pytest.raises(ValueError, match="stop"), kernels_together():
+        compile_kernels(scope, ())
+        raise ValueError("stop")
+    result = torch.zeros(1)
+    scope["a"](torch.ones(1), result, 1, 3.0)
+    assert result.item() == 3.0
+
+
+def test_a_kernel_that_does_not_compile_is_an_error_with_a_remedy():
+    with pytest.raises(LoweringError, match=r"(?s)can't be compiled.*CppCompileError.*CXX"):
+        compile_kernels({"a": KernelSource(SCALE[0], SCALE[1].replace("ks0;", "unknown;"))}, ())
 
 
 def test_a_compiled_program_has_few_files(monkeypatch):
     torch.manual_seed(0)
-    monkeypatch.setattr(kernel_files.async_compile, "get_compile_threads", lambda: 1)
+    monkeypatch.setattr(kernel_files, "_threads", lambda: 1)
     layers = [
         torch.nn.Sequential(
             torch.nn.Linear(8, 9), torch.nn.GELU(), torch.nn.Linear(9, 8), torch.nn.LayerNorm(8), torch.nn.GELU()
@@ -126,6 +164,6 @@ def test_a_compiled_program_has_few_files(monkeypatch):
     new = [getattr(sys.modules[name], "__file__", None) for name in set(sys.modules) - before]
     files = {file for file in new if str(file).endswith(".main.so")}
     kernels = [len(e.kernels) for e in handle.zgraph.programs["train0"].executables()]
-    assert len(kernels) == len(files) == 2 < sum(kernels)
+    assert len(files) == 1 < sum(kernels)  # (forward and backward together)
     for p, q in zip(model.parameters(), plain, strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-10)  # (of float64)

@@ -14,6 +14,7 @@ from dataclasses import replace
 from zgraph.build.build_context import tell_nobody
 from zgraph.build.step_program import Entry, StepProgram
 from zgraph.runtime.rank import Rank
+from zgraph.torch_compat.kernel_files import kernels_together
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,8 @@ def compile_all(step: StepProgram, fits: Callable[[], None] = lambda: None) -> N
     """Make all programs that a plain step runs, and cache them. `fits` raises if the step is too large."""
     fits()
     step.first_gathers()
-    step.forward()
-    if step.parts().backward is not None:
-        step.backward()
-    step.keep()
+    with kernels_together():
+        step.forward()
+        if step.parts().backward is not None:
+            step.backward()
+        step.keep()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import unittest.mock
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import torch
 from torch import fx
 from torch._guards import TracingContext, tracing
 
+from zgraph.torch_compat import kernel_files
 from zgraph.torch_compat.fx_graphs import fix_strides
 
 
@@ -407,28 +407,32 @@ def _kernels_not_compiled() -> Iterator[None]:
     """Let generated code that is loaded inside define its C++ kernels without compiling them."""
     from torch._inductor.async_compile import AsyncCompile
 
-    from zgraph.torch_compat.kernel_files import KernelSource
-
-    def later(_: Any, argtypes: Sequence[str], source_code: str) -> KernelSource:
-        return KernelSource(argtypes, source_code)
+    def later(_: Any, argtypes: Sequence[str], source_code: str) -> kernel_files.KernelSource:
+        return kernel_files.KernelSource(argtypes, source_code)
 
     with unittest.mock.patch.object(AsyncCompile, "cpp_pybinding", later):
         yield
 
 
 def rebuild_inductor(
-    compiled: Any, library: Callable[[Any], Any], source: str, names: dict[str, Any]
+    compiled: Any,
+    library: Callable[[Any], Any],
+    source: str,
+    names: dict[str, Any],
+    places: Sequence[kernel_files.Place] = (),
 ) -> tuple[Callable[[list[Any]], Sequence[Any]], dict[str, Any]]:
     """Load a source, that of `compiled` or an edited one, and add `names` to its module.
 
-    Returns (its boxed callable, the names of its module). `library`: see `compile_with_inductor`.
+    Returns (its boxed callable, the names of its module). `library`: see `compile_with_inductor`; `places`: where kernels
+    of it are that were compiled before.
     """
     from torch._inductor.codecache import PyCodeCache
     from torch._inductor.utils import align_inputs_from_check_idxs
     from torch.utils._ordered_set import OrderedSet
 
-    key, path = PyCodeCache.write(source)
+    key, path = PyCodeCache.write(kernel_files.compiled_later(source))
     module = PyCodeCache.load_by_key_path(key, path, attrs={**(getattr(compiled, "constants", None) or {}), **names})
+    kernel_files.compile_kernels(module.__dict__, places)
     module.__dict__["extern_kernels"] = library(module.__dict__["extern_kernels"])
     written = OrderedSet(getattr(compiled, "mutated_input_idxs", ()))
     call = align_inputs_from_check_idxs(module.call, getattr(compiled, "inputs_to_check", ()), written)
@@ -441,11 +445,11 @@ class CodeRecord:
 
     inputs_to_check: tuple[int, ...]  # positions of the inputs whose alignment it checks
     mutated_input_idxs: tuple[int, ...]  # positions of the inputs that it writes to
-    libraries: tuple[str, ...] = ()  # its C++ kernels, as paths within Inductor's cache folder
+    places: tuple[kernel_files.Place, ...] = ()  # where its C++ kernels are
 
 
 def record_of(compiled: Any) -> CodeRecord | None:
-    """Return the record of a result of `compile_with_inductor`, without its libraries.
+    """Return the record of a result of `compile_with_inductor`, without the places of its kernels.
 
     Returns None where another process can't run its code (it holds tensors, say).
     """
@@ -463,23 +467,6 @@ def record_of(compiled: Any) -> CodeRecord | None:
     return CodeRecord(
         tuple(int(at) for at in compiled.inputs_to_check), tuple(int(at) for at in compiled.mutated_input_idxs)
     )
-
-
-def libraries_of(names: dict[str, Any]) -> tuple[str, ...] | None:
-    """Return the files of the C++ kernels among the names of a module, as paths within Inductor's cache folder.
-
-    Returns None where one is elsewhere.
-    """
-    folder = os.path.realpath(inductor_folder())
-    paths = set()
-    for value in names.values():
-        of = getattr(getattr(value, "__self__", None), "__file__", None)
-        if isinstance(of, str) and of.endswith(".so"):
-            path = os.path.relpath(os.path.realpath(of), folder)
-            if path.startswith(os.pardir):
-                return None
-            paths.add(path)
-    return tuple(sorted(paths))
 
 
 def constants_of(compiled: Any) -> dict[str, torch.Tensor]:

@@ -8,51 +8,26 @@ compiled at once, in about as many files as there are processors. Their code is 
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
+import os
 import re
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from torch._inductor import async_compile
+from zgraph.errors import LoweringError
 
-_OWN = "from zgraph.torch_compat.kernel_files import AsyncCompile"
-_IMPORT = "from torch._inductor.async_compile import AsyncCompile"
-_MADE = re.compile(r"(?<=^async_compile = AsyncCompile\()(?=\)$)", re.M)
-_KERNEL = re.compile(r"^\w+ = async_compile\.cpp_pybinding\(", re.M)
+_OWN = "from zgraph.torch_compat.kernels_later import AsyncCompile"
+_INDUCTORS = "from torch._inductor.async_compile import AsyncCompile"
 
 
-def in_few_files(source: str) -> str:
-    """Return Inductor's code, changed so that its C++ kernels are compiled several to a file when it is loaded.
+class Place(NamedTuple):
+    """Where a compiled kernel is."""
 
-    The number of files is written into the code: it says under which names the compiled files are found.
-    """
-    count = len(_KERNEL.findall(source))
-    if count < 2 or _IMPORT not in source or not _MADE.search(source):
-        return source
-    files = min(count, max(1, async_compile.get_compile_threads()))
-    return _MADE.sub(f"files={files}", source.replace(_IMPORT, _OWN))
-
-
-class AsyncCompile(async_compile.AsyncCompile):
-    """What generated code calls to compile its kernels; here the C++ kernels wait for each other."""
-
-    def __init__(self, files: int) -> None:
-        super().__init__()
-        self.files = files
-        self.kernels: list[KernelSource] = []
-
-    def cpp_pybinding(self, argtypes: list[str], source_code: str) -> Any:
-        """Return what stands for a C++ kernel until `wait`."""
-        self.kernels.append(KernelSource(argtypes, source_code))
-        return self.kernels[-1]
-
-    def wait(self, scope: dict[str, Any]) -> None:
-        """Compile the kernels, and put them in the scope."""
-        functions = compile_together(self.kernels, self.files)
-        for name, value in list(scope.items()):
-            if isinstance(value, KernelSource):
-                scope[name] = functions[value]
-        super().wait(scope)
+    kernel: str  # its name in the generated code
+    path: str  # its file, within Inductor's cache folder
+    function: str  # its name in the file
 
 
 class KernelSource:
@@ -70,25 +45,112 @@ class KernelSource:
         return self._function(*args)
 
 
+class Waiting:
+    """Code whose kernels are not compiled yet, and what is to be done when they are."""
+
+    def __init__(self) -> None:
+        self._scopes: list[dict[str, Any]] = []
+        self._actions: list[Callable[[], None]] = []
+
+    def add(self, scope: dict[str, Any]) -> None:
+        """Add the names of code that is loaded: functions come in the place of its kernels."""
+        self._scopes.append(scope)
+
+    def then(self, action: Callable[[], None]) -> None:
+        """Add what is to be done when all kernels are compiled."""
+        self._actions.append(action)
+
+    def compile(self) -> None:
+        """Compile the kernels. Raises `LoweringError`."""
+        sources = [value for scope in self._scopes for value in scope.values() if isinstance(value, KernelSource)]
+        try:
+            functions = compile_together(sources, _threads()) if sources else {}
+        except Exception as error:
+            raise LoweringError(
+                "the C++ kernels of a program can't be compiled",
+                why=f"{type(error).__name__}: {error}",
+                hint="see that a C++ compiler runs here (g++, or what CXX names), and that there is room in"
+                f' {_folder()}; backend="eager" needs none',
+            ) from error
+        for scope in self._scopes:
+            scope.update({n: functions[v] for n, v in scope.items() if isinstance(v, KernelSource)})
+        for action in self._actions:
+            action()
+
+
+_waiting: contextvars.ContextVar[Waiting | None] = contextvars.ContextVar("kernels that wait", default=None)
+
+
+@contextlib.contextmanager
+def kernels_together() -> Iterator[Waiting]:
+    """Compile the kernels of all code that is loaded inside together, at the end; one inside of another ends with it.
+
+    An error inside compiles nothing. Raises `LoweringError` if they can't be compiled.
+    """
+    if (outer := _waiting.get()) is not None:
+        yield outer
+        return
+    waiting = Waiting()
+    token = _waiting.set(waiting)
+    try:
+        yield waiting
+    finally:
+        _waiting.reset(token)
+    waiting.compile()
+
+
+def compiled_later(source: str) -> str:
+    """Return Inductor's code, changed so that it defines its C++ kernels without compiling them."""
+    return source.replace(_INDUCTORS, _OWN)
+
+
+def compile_kernels(scope: dict[str, Any], places: Sequence[Place]) -> None:
+    """Put functions in the place of the kernels in the scope of loaded code: those of `places` that are there now, others
+    when they are compiled (see `kernels_together`)."""
+    for place in places:
+        path = os.path.join(_folder(), place.path)
+        if isinstance(scope.get(place.kernel), KernelSource) and os.path.exists(path):
+            scope[place.kernel] = getattr(_module(path), place.function)
+    if any(isinstance(value, KernelSource) for value in scope.values()):
+        with kernels_together() as waiting:
+            waiting.add(scope)
+
+
+def places_of(scope: Mapping[str, Any]) -> tuple[Place, ...] | None:
+    """Return where the compiled C++ kernels of a scope are; None where one is outside of Inductor's cache folder."""
+    folder = os.path.realpath(_folder())
+    places = []
+    for name, value in scope.items():
+        of = getattr(getattr(value, "__self__", None), "__file__", None)
+        if isinstance(of, str) and of.endswith(".so"):
+            path = os.path.relpath(os.path.realpath(of), folder)
+            if path.startswith(os.pardir):
+                return None
+            places.append(Place(name, path, value.__name__))
+    return tuple(places)
+
+
 def compile_together(kernels: Sequence[KernelSource], files: int) -> Mapping[KernelSource, Callable[..., Any]]:
     """Compile kernels in at most `files` files, and some of unknown form in files of their own.
 
     Returns the function of each.
     """
-    bodies = {kernel: body for kernel in kernels if (body := _body(kernel.source)) is not None}
-    parts: list[list[KernelSource]] = [[] for _ in range(files)]
-    sizes = [0] * files
-    for kernel in sorted(bodies, key=lambda k: -len(k.source)):
+    sources = {kernel.source: kernel for kernel in kernels}
+    bodies = {source: body for source in sources if (body := _body(source)) is not None}
+    parts: list[list[str]] = [[] for _ in range(min(files, len(bodies)))]
+    sizes = [0] * len(parts)
+    for source in sorted(bodies, key=len, reverse=True):
         least = sizes.index(min(sizes))
-        parts[least].append(kernel)
-        sizes[least] += len(kernel.source)
-    modules = [(part, _started(_file([bodies[k] for k in part]))) for part in parts if part]
-    others = {kernel: _alone(kernel) for kernel in kernels if kernel not in bodies}
-    functions: dict[KernelSource, Callable[..., Any]] = {}
+        parts[least].append(source)
+        sizes[least] += len(source)
+    modules = [(part, _started(_file([bodies[source] for source in part]))) for part in parts]
+    others = {source: _alone(kernel) for source, kernel in sources.items() if source not in bodies}
+    functions: dict[str, Callable[..., Any]] = {}
     for part, module in modules:
         loaded = module()
-        functions.update({kernel: getattr(loaded, f"kernel{at}") for at, kernel in enumerate(part)})
-    return functions | {kernel: function() for kernel, function in others.items()}
+        functions.update({source: getattr(loaded, f"kernel{at}") for at, source in enumerate(part)})
+    functions.update({source: function() for source, function in others.items()})
+    return {kernel: functions[kernel.source] for kernel in kernels}
 
 
 _FORM = re.compile(
@@ -208,4 +270,26 @@ def _alone(kernel: KernelSource) -> Callable[[], Callable[..., Any]]:
 
 
 def _submit() -> Callable[..., Any] | None:
-    return async_compile.AsyncCompile.submit if async_compile.get_compile_threads() > 1 else None
+    from torch._inductor.async_compile import AsyncCompile
+
+    return AsyncCompile.submit if _threads() > 1 else None
+
+
+def _threads() -> int:
+    """Return how many files are compiled at once."""
+    from torch._inductor.async_compile import get_compile_threads
+
+    return max(1, get_compile_threads())
+
+
+def _module(path: str) -> Any:
+    """Return the module of a compiled file."""
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+    return CppPythonBindingsCodeCache._load_library(path, os.path.basename(path).split(".")[0])
+
+
+def _folder() -> str:
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return cache_dir()
