@@ -153,3 +153,47 @@ def test_weights_alone_are_loaded_after_a_skipped_step_and_leave_random_numbers_
     engine.backward(engine(torch.ones(4, 4).half()).square().mean())
     engine.step()
     assert engine.was_step_applied() and engine.skipped_steps == 1 and engine.global_steps == 2
+
+
+class Unit:
+    """Groups of ranks as scripts for tensor parallelism make them."""
+
+    def __init__(self, divided, ranks):
+        self.size = divided
+        groups = [torch.distributed.new_group(part) for part in ranks]
+        mine = torch.distributed.get_rank()
+        self.group = next(g for g, part in zip(groups, ranks, strict=True) if mine in part)
+
+    def get_model_parallel_world_size(self):
+        return self.size
+
+    def get_model_parallel_group(self):
+        return self.group
+
+
+def with_groups_of_its_own():
+    """Losses of an undivided model without and with a script's groups, and what is said of others."""
+    losses, said = [], []
+    for mpu in (None, Unit(2, [[0, 1]])):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+        config = CONFIG | {"tensor_parallel": {"autotp_size": 2}, "data_parallel_size": 1}
+        engine = deepspeed.initialize(model=model, config=config, mpu=mpu)[0]
+        x = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
+        for _ in range(3):
+            loss = nn.functional.mse_loss(engine(x), x.sin())
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+    for mpu in (Unit(2, [[0, 1]]), Unit(4, [[0, 1]]), Unit(2, [[1, 0]]), object()):
+        try:
+            deepspeed.initialize(model=nn.Linear(4, 4), config=CONFIG, mpu=mpu)
+        except UnsupportedError as error:
+            said.append(error.why)
+    return losses, said
+
+
+def test_groups_of_a_script_that_are_the_meshs_are_taken_and_others_refused(two):
+    for losses, said in two.run(with_groups_of_its_own):
+        assert losses[:3] == losses[3:] and len(set(losses)) == 3
+        assert len(said) == 4 and all("ranks divide the model" in why for why in said)

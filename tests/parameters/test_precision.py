@@ -88,7 +88,7 @@ def wire(**plan) -> dict[str, set[torch.dtype]]:
 )
 def test_weights_are_cast_before_the_gather_and_gradients_before_the_reduction(plan, gather, reduce, zero):
     found = wire(zero=zero, **plan)
-    assert found["reduce"] == {reduce} and found["out"] == {FP32}
+    assert found["reduce"] == {reduce} and found["out"] == {BF16 if plan.get("numerics") == "deepspeed" else FP32}
     assert found.get("gather", {gather}) == {gather} and ("gather" in found) == (zero > 0)
 
 
@@ -141,7 +141,8 @@ def test_deepspeeds_bf16_keeps_low_weights_buffers_and_float32_masters():
 
 
 def test_gradients_of_low_parameters_add_up_in_float32_where_the_plan_updates():
-    mine = compiled(Shifted, precision="bf16", numerics="deepspeed", optimizer=zgraph.SGD(lr=0.0), micro_batches=4)
+    wide = preset("bf16", "deepspeed").model_copy(update={"accumulate": None})
+    mine = compiled(Shifted, precision=wide, optimizer=zgraph.SGD(lr=0.0), micro_batches=4)
     low = built(Shifted).bfloat16()
     seen: dict[str, torch.Tensor] = {}
     mine.zgraph.on_gradients(lambda grads: seen.update({n: g.clone() for n, g in grads.items()}))
@@ -163,10 +164,10 @@ def test_gradients_of_low_parameters_add_up_in_float32_where_the_plan_updates():
 
 
 @sweep("clip", [None, 0.05], quick=1)
-def test_gradients_add_up_in_bfloat16_where_the_plan_says_so(clip):
+def test_gradients_add_up_in_bfloat16_with_deepspeeds_numerics(clip):
     """Each sum is rounded; the norm, the clipping and the update are in float32."""
-    low = preset("bf16", "deepspeed").model_copy(update={"accumulate": "bfloat16"})
-    plan = zgraph.Plan(backend="eager", precision=low, optimizer=zgraph.SGD(lr=0.25), micro_batches=4, grad_clip=clip)
+    low = {"precision": "bf16", "numerics": "deepspeed"}
+    plan = zgraph.Plan(backend="eager", **low, optimizer=zgraph.SGD(lr=0.25), micro_batches=4, grad_clip=clip)
     mine = zgraph.compile(built(Shifted), plan)
     plain = built(Shifted).bfloat16()
     masters = {n: p.detach().float() for n, p in plain.named_parameters()}
@@ -200,9 +201,14 @@ def test_what_gradients_can_not_be_accumulated_in_is_refused():
 
 @product("zero, micro_batches", [0, 1, 2, 3], [1, 3], together=1)
 def test_verify_finds_gradients_that_are_accumulated_in_bfloat16_to_be_plain_pytorchs(zero, micro_batches):
-    low = preset("bf16", "deepspeed").model_copy(update={"accumulate": "bfloat16"})
     plan = zgraph.Plan(
-        backend="eager", zero=zero, precision=low, optimizer=zgraph.AdamW(), micro_batches=micro_batches, grad_clip=1.0
+        backend="eager",
+        zero=zero,
+        precision="bf16",
+        numerics="deepspeed",
+        optimizer=zgraph.AdamW(),
+        micro_batches=micro_batches,
+        grad_clip=1.0,
     )
     assert zgraph.verify(built(Shifted), plan, world=4, inputs=(torch.randn(12, 6).bfloat16(),)).ok
 

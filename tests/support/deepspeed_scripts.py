@@ -110,41 +110,34 @@ def run(name: str, system: str, *args: Any) -> list[float]:
 
 def run_in_bf16(name: str, system: str, *args: Any) -> list[float]:
     """What an example's `main` returns whose models are bf16, and get rows in bf16."""
-    return run_in_bf16_as({}, name, system, *args)
-
-
-def run_in_bf16_as(how: dict[str, Any], name: str, system: str, *args: Any) -> list[float]:
-    """The same. `how` may say: "accumulate", the configuration's dtype for micro-batches' gradients; "as_torch", whether DeepSpeed is
-    kept from what torch does not do (see `as_torch`)."""
     module, system_module, change = script(name, system)
-    low: dict[str, Any] = {"bf16": {"enabled": True}}
-    if "accumulate" in how:
-        low["data_types"] = {"grad_accum_dtype": how["accumulate"]}
-    with contextlib.ExitStack() as inside:
-        inside.enter_context(rows_in_bf16(system_module))
-        inside.enter_context(initializing(system_module, lambda given: change(given) | low))
-        if how.get("as_torch") and system == "deepspeed":
-            inside.enter_context(as_torch())
+    with (
+        rows_in_bf16(system_module),
+        initializing(system_module, lambda given: change(given) | {"bf16": {"enabled": True}}),
+    ):
         return module.main(*args)
 
 
+def run_in_bf16_with_torchs_linear(name: str, system: str, *args: Any) -> list[float]:
+    """The same, where linear layers round as torch's do by either system."""
+    with torchs_linear() if system == "deepspeed" else contextlib.nullcontext():
+        return run_in_bf16(name, system, *args)
+
+
 @contextlib.contextmanager
-def as_torch() -> Iterator[None]:
-    """Inside, DeepSpeed does as torch in two places. Its optimizer of low weights without ZeRO makes no update of zero gradients when it is made, by
-    which Adam's count of updates is one ahead of its moments. And its linear layers, which it replaces for the process at ZeRO stage 3, add the bias
-    before the product is rounded, not after."""
-    kind = importlib.import_module("deepspeed.runtime.fp16.unfused_optimizer").FP16_UnfusedOptimizer
+def torchs_linear() -> Iterator[None]:
+    """Inside, DeepSpeed's linear layers, which it replaces for the process at ZeRO stage 3, add the bias before the product is rounded, as
+    torch does, not after."""
+    ready()
     parameters = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
-    original, linear = kind.initialize_optimizer_states, parameters.zero3_linear_wrap
-    present, functional = torch.nn.functional.linear, torch.nn.functional
+    linear, functional = parameters.zero3_linear_wrap, torch.nn.functional
+    present = functional.linear
     plain = getattr(parameters.InsertPostInitMethodToModuleSubClasses, "linear_bk", present)
-    kind.initialize_optimizer_states = lambda self: None
     parameters.zero3_linear_wrap = functional.linear = plain
     try:
         yield
     finally:
-        kind.initialize_optimizer_states, parameters.zero3_linear_wrap = original, linear
-        functional.linear = present
+        parameters.zero3_linear_wrap, functional.linear = linear, present
 
 
 @contextlib.contextmanager

@@ -59,6 +59,7 @@ class Training:
 
     optimizer: Any = None  # an `EngineOptimizer`, or the script's own
     planned: bool = True  # the plan's update program updates the weights
+    zeros: bool = False  # the optimizer has begun with an update of zero gradients
     scheduler: Any = None  # the scheduler that the engine steps
     client_scheduler: Any = None  # the scheduler that the script gave: an object, or a function of the optimizer
     clips: float = 0.0  # the largest norm of the gradients (0: any), for an optimizer that the plan does not run

@@ -91,8 +91,8 @@ class Attributes(nn.Module):
         return self._training.mpu
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """Return the dtypes that the model computes in, and that gradients are accumulated in. (DeepSpeed accumulates
-        in the model's, unless `data_types.grad_accum_dtype` says otherwise.)"""
+        """Return the dtypes that the model computes in, and that gradients are accumulated in: the model's in bf16, else
+        float32, unless `data_types.grad_accum_dtype` says otherwise."""
         precision = self.handle.plan.resolved_precision()
         computed = precision.dtype("compute") or torch.float32
         return computed, precision.dtype("accumulate") or torch.float32

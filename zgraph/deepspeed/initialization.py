@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from zgraph.api.compiler import compile
@@ -29,6 +30,7 @@ from zgraph.deepspeed.recompile import recompile
 from zgraph.deepspeed.report import Report, Row
 from zgraph.deepspeed.translate import report as report_on
 from zgraph.deepspeed.unsupported import InitializeMisuse
+from zgraph.deepspeed.update_of_zeros import begins_with_zeros, update_of_zeros
 from zgraph.deepspeed.utils.logging import LEVELS, set_log_level_from_string
 from zgraph.errors import ModelError, PlanError, UnsupportedError
 from zgraph.plan.clipping_and_ema import GradClip
@@ -87,13 +89,13 @@ def initialize(
     if not isinstance(model, nn.Module):
         raise ModelError(f"initialize takes an nn.Module, not {type(model).__name__}")
     comm.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-    _refuse_other_groups(mpu, mesh_param)
     if hasattr(args, "local_rank"):  # (which torchrun says by a variable alone)
         args.local_rank = comm.get_local_rank()
     given_config = read(_config_of(args, config, config_params))
     if isinstance(given_config.get("zero_optimization"), bool):
         given_config["zero_optimization"] = {"stage": int(given_config["zero_optimization"])}
     fill(given_config, model, None)
+    _refuse_other_groups(mpu, mesh_param, given_config)
     if isinstance(model, PipelineModule):
         model.configure(given_config)
     comm.configure(deepspeed_config=given_config)
@@ -132,20 +134,40 @@ def _config_of(args: Any, config: Config | None, config_params: Config | None) -
     return configs[0]
 
 
-def _refuse_other_groups(mpu: Any, mesh_param: Any) -> None:
+def _refuse_other_groups(mpu: Any, mesh_param: Any, config: dict[str, Any]) -> None:
+    """Raise `UnsupportedError` for groups of ranks that are not those of the plan's mesh."""
     if mesh_param is not None:
         raise UnsupportedError(
             "initialize does not take mesh_param",
             why="the mesh follows from the configuration",
             hint='"sequence_parallel_size" in the configuration',
         )
-    size = getattr(mpu, "get_model_parallel_world_size", getattr(mpu, "get_tensor_model_parallel_world_size", None))
-    if mpu is not None and (size is None or size() > 1):
+    if mpu is None:
+        return
+    size, ranks = (_of_mpu(mpu, name) for name in ("world_size", "group"))
+    asked = value_of(config, "tensor_parallel.autotp_size") or value_of(config, "tensor_parallel.tp.tp_size") or 1
+    if size is None or size not in (1, asked):
         raise UnsupportedError(
             "initialize(mpu=…) with a model that is divided already",
-            why="its layers communicate by themselves, and the captured program has to know all that does",
+            why=f"it says {size} ranks divide the model, and the configuration {asked}: its layers would communicate by themselves, and the captured "
+            "program has to know all that does",
             hint='give the undivided model, and "tensor_parallel": {"autotp_size": N} in the configuration',
         )
+    first = comm.get_rank() // size * size
+    own = list(range(first, first + size))
+    if size > 1 and ranks is not None and dist.get_process_group_ranks(ranks) != own:
+        raise UnsupportedError(
+            f"the mpu's model-parallel group has ranks {dist.get_process_group_ranks(ranks)}",
+            why=f"ranks that divide weights stand side by side in a plan's mesh: they are {own}",
+            hint="make groups of consecutive ranks, or leave mpu out",
+        )
+
+
+def _of_mpu(mpu: Any, what: str) -> Any:
+    """Return what an object for groups of ranks says of tensor parallelism, by either of its names; None if it says nothing."""
+    names = (f"get_model_parallel_{what}", f"get_tensor_model_parallel_{what}")
+    ask = next((getattr(mpu, name) for name in names if hasattr(mpu, name)), None)
+    return None if ask is None else ask()
 
 
 def _planned(config: dict[str, Any], given: Given, model: nn.Module) -> tuple[Plan, Report]:
@@ -331,6 +353,9 @@ def _training(model: nn.Module, plan: Plan, given: Given, config: dict[str, Any]
     training = Training(client=given.optimizer, clips=float(value_of(config, "gradient_clipping", 1.0)))
     if plan.optimizer is not None:
         training.optimizer = EngineOptimizer(handle, given.names or (), given.groups or ())
+        training.zeros = begins_with_zeros(config, plan, pipelined=isinstance(model, PipelineModule))
+        if training.zeros:
+            update_of_zeros(handle, training.optimizer)
         if given.optimizer is not None:
             follow(given.optimizer, training.optimizer)
     elif given.optimizer is not None:

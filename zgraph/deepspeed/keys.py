@@ -258,6 +258,9 @@ KEYS: dict[str, Key] = {
     "expert_parallel": _refused("table", "there is no expert parallelism here", _LEAVE),
     "use_data_before_expert_parallelism": _nothing("bool", "there is no expert parallelism here"),
     "data_parallel_group": _nothing("any", "the mesh says which ranks see different data"),
+    "data_parallel_size": _nothing(
+        "int", "data-parallel are the ranks that other sizes leave; DeepSpeed has no such key"
+    ),
     # -- memory -----------------------------------------------------------------------------------------------------------
     "activation_checkpointing": _applied("table"),
     "activation_checkpointing.partition_activations": _applied("bool"),

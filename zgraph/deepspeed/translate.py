@@ -308,6 +308,8 @@ def _precision(draft: Draft) -> None:
     if short == "bf16":
         _bf16(draft, changes)
     _dtypes(draft, changes, short)
+    if changes and draft.get("optimizer") is None:
+        changes["accumulate"] = None  # (a record may name a dtype of sums only for the plan's optimizer)
     try:
         record = (preset(short, "deepspeed") if low else Precision()).model_copy(update=changes)
     except PlanError as error:
@@ -418,11 +420,12 @@ def _dtypes(draft: Draft, changes: dict[str, Any], short: str) -> None:
 
 
 def _accumulation(draft: Draft, changes: dict[str, Any], dtype: str) -> None:
-    """Set the dtype in which micro-batches' gradients are added up: fp32, unless the configuration asks for bf16."""
+    """Set the dtype in which micro-batches' gradients are added up: the model's, unless the configuration asks for
+    another."""
     key = "data_types.grad_accum_dtype"
     if draft.get("optimizer") is None:
         draft.say(key, "no effect here", "there is no optimizer, so nothing is updated")
-    elif dtype == "float32":
+    elif dtype == "float32" and not draft.get("bf16.enabled"):
         draft.say(key, "equivalent", "the plan's optimizer accumulates gradients in fp32")
     elif dtype == "float16" or draft.get("fp16.enabled"):
         said = "fp16's gradients are accumulated in fp32, which holds small ones without the loss scale"

@@ -471,7 +471,7 @@ CONFLICTS = (
     ),
     Conflict(
         "precision.accumulate",
-        lambda plan: plan.optimizer is None and plan.resolved_precision().accumulate is not None,
+        lambda plan: plan.optimizer is None and getattr(plan.precision, "accumulate", None) is not None,
         "precision.accumulate is set, but the plan has no optimizer",
         why="an optimizer of your own takes gradients in the dtype of their parameters",
         hint=GIVE_OPTIMIZER,

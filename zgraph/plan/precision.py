@@ -5,13 +5,13 @@
 | "bf16" | float32 | bfloat16 | float32 | float32 | as they are | cast | as computed |
 | "fp16" | float32 | float16 | float32 | float32 | as they are | cast | float32 |
 | with numerics "fsdp2" | float32 | low | low | float32 | as they are | cast | as computed |
-| with numerics "deepspeed" | low + fp32 master | low | low | float32 | low | as they are | as computed |
+| with numerics "deepspeed" | low + fp32 master | low | low | bfloat16 | low | as they are | as computed |
 
 "fsdp2" is `fully_shard` with `MixedPrecisionPolicy(param_dtype=low)` (torch 2.13): shards are float32, gathered and
 reduced in the low dtype. "deepspeed" is `bf16: {enabled: true}` or `fp16: {enabled: true}` (0.19): the model itself
 is made low, buffers too, the optimizer keeps fp32 master weights made from the low ones, gradients are averaged in
-the low dtype and accumulated in float32 (in the parameter's dtype for an optimizer of the user's own). DeepSpeed itself
-accumulates in the low dtype: `accumulate="bfloat16"` is that, in half the memory, farther from fp32. fp16 outputs
+the low dtype and accumulated in it: bfloat16, in half the memory, and farther from fp32 than `accumulate="float32"` of a
+record. float16's are accumulated in float32: it holds small ones without the loss scale. fp16 outputs
 are float32 by default, so that a loss computed outside the model has a tangent that half precision can hold once it
 is scaled. Loss scaling belongs to fp16 in every mode. Nothing here imports torch.
 """
@@ -91,5 +91,6 @@ def preset(name: str, numerics: str | None) -> Precision:
     if numerics == "fsdp2":
         return Precision(parameter="float32", compute=low, reduce=low)
     if numerics == "deepspeed":
-        return Precision(parameter=low, compute=low, reduce=low, buffer=low, cast_inputs=False)
+        sums = {"accumulate": low} if name == "bf16" else {}
+        return Precision(parameter=low, compute=low, reduce=low, buffer=low, cast_inputs=False, **sums)
     return Precision(parameter="float32", compute=low, reduce="float32", output="float32" if name == "fp16" else None)
