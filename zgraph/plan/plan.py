@@ -15,6 +15,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -693,6 +694,11 @@ class Plan(Record, frozen=True):
         Raises `MeshError` if their product can't be `world` ranks, or if the elastic batch or `wire.secondary` does
         not fit them.
         """
+        if isinstance(world, bool) or not isinstance(world, Integral):
+            raise MeshError(
+                f"a world is a number of ranks, not a {type(world).__name__}",
+                hint="a whole number, such as 4; zgraph.verify takes (model, plan, world, inputs)",
+            )
         known = math.prod(size for size in self.mesh.values() if size != -1)
         rest = next((name for name, size in self.mesh.items() if size == -1), None)
         mesh = _shown(self.mesh)
