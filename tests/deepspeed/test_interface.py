@@ -25,6 +25,7 @@ COLLECTIVES = """all_reduce all_gather all_gather_into_tensor all_gather_coalesc
  get_rank get_world_size get_local_rank get_world_group get_global_rank get_all_ranks_from_group new_group destroy_process_group is_initialized
  is_available has_all_gather_into_tensor has_reduce_scatter_tensor has_all_reduce_coalesced has_coalescing_manager initialize_mesh_device"""
 PIPELINE = "train_batch eval_batch set_dataiterator set_dataloader set_batch_fn is_first_stage is_last_stage"
+PIPELINE += " reset_activation_shape set_has_attention_mask get_additional_losses get_pipeline_parallel_rank"
 GRID = """topology stage_to_global get_stage_id get_data_parallel_id get_pipe_parallel_rank get_pipe_parallel_world_size get_pipe_parallel_group
  get_data_parallel_rank get_data_parallel_world_size get_data_parallel_group get_data_parallel_group_ranks get_model_parallel_rank
  get_model_parallel_world_size get_model_parallel_group get_slice_parallel_rank get_slice_parallel_world_size get_slice_parallel_group"""
@@ -87,9 +88,9 @@ NAMES = [
     *(f"runtime.pipe.engine.PipelineEngine.{name}" for name in PIPELINE.split()),
     *(f"runtime.pipe.topology.PipelineParallelGrid.{name}" for name in GRID.split()),
 ]
-OTHERWISE = {  # the names of DeepSpeed's arguments that are other ones here, or that nothing can come of
-    "runtime.pipe.engine.PipelineEngine.set_batch_fn": {"fn"},
-}
+OTHERWISE: dict[
+    str, set[str]
+] = {}  # the names of DeepSpeed's arguments that are other ones here, or that nothing can come of
 OF_OPTIONS = {  # what takes its arguments as **options, and the options that it knows
     "zero.Init": set(zero._OPTIONS),
     "pipe.PipelineModule": set(Options.__dataclass_fields__),

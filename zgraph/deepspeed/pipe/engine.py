@@ -19,7 +19,7 @@ from zgraph.deepspeed.lr_schedulers import step_of
 from zgraph.deepspeed.pipe.module import PipelineError, PipelineModule
 from zgraph.deepspeed.pipe.topology import PipelineParallelGrid
 from zgraph.deepspeed.unsupported import EngineMisuse
-from zgraph.deepspeed.utils.logging import logger
+from zgraph.deepspeed.utils.logging import logger, no_effect
 from zgraph.errors import StepError, UnsupportedError
 
 
@@ -36,6 +36,8 @@ class PipelineEngine(DeepSpeedEngine):
                 "managed_gradient_accumulation=False is not supported with pipeline parallelism",
                 hint="leave it out: train_batch is a whole step",
             )
+        if type(self.module).get_additional_losses is not PipelineModule.get_additional_losses:
+            no_effect("PipelineModule.get_additional_losses", "the loss that is reported is that of loss_fn alone")
 
     def train_batch(
         self, data_iter: Iterator[Any] | None = None, data: Any = None, targets: Any = None
@@ -144,9 +146,18 @@ class PipelineEngine(DeepSpeedEngine):
         self._training.loader = loader
         self._iterator = RepeatingLoader(loader)
 
-    def set_batch_fn(self, function: Callable[[Any], Any]) -> None:
-        """Set the function that makes the pair (inputs, labels) of an item of the data."""
-        self._batch_fn = function
+    def set_batch_fn(self, fn: Callable[[Any], Any] | None) -> None:
+        """Set the function that makes the pair (inputs, labels) of an item of the data; None for none."""
+        self._batch_fn = fn
+
+    def reset_activation_shape(self) -> None:
+        """Do nothing: rows of another shape run by a program of their own."""
+
+    def set_has_attention_mask(self, value: bool) -> None:
+        """Do nothing: what stages send each other is known from the program, masks included."""
+
+    def get_additional_losses(self) -> None:
+        """Return None: there are no losses beside that of `loss_fn` (see `PipelineModule.get_additional_losses`)."""
 
     # -- who is where -----------------------------------------------------------------------------------------------------
     @functools.cached_property
@@ -164,6 +175,9 @@ class PipelineEngine(DeepSpeedEngine):
     @property
     def micro_batches(self) -> int:
         return self._batch.parts
+
+    def get_pipeline_parallel_rank(self) -> int:
+        return self.stage_id
 
     def is_first_stage(self) -> bool:
         return self.stage_id == 0

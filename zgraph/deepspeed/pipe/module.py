@@ -146,6 +146,11 @@ class PipelineModule(nn.Module):
             inputs = layer(inputs)
         return inputs if labels is None or self.loss_fn is None else self.loss_fn(inputs, labels)
 
+    def get_additional_losses(self) -> dict[str, torch.Tensor] | None:
+        """Return None. DeepSpeed reports the losses that a subclass returns here beside that of `loss_fn`; here they are
+        left out, with a warning."""
+        return None
+
     # -- the configuration ----------------------------------------------------------------------------------------------
     def configure(self, config: dict[str, Any]) -> None:
         """Write this module's settings into a configuration: stages, their partition, recomputation, ranks that divide
