@@ -368,6 +368,7 @@ class Handle(Compiled):
         *,
         fallback: bool = False,
         optimizer: bool | Literal["keep"] = True,
+        strict: bool = True,
     ) -> dict[str, Any]:
         """Continue from a checkpoint, saved by any plan on any number of ranks; return the client state saved with it.
 
@@ -375,9 +376,10 @@ class Handle(Compiled):
         is changed. `client_state`: objects with `load_state_dict()`, each of which gets the saved value of its key.
         `fallback`: if a checkpoint is damaged, load the newest one that is not, with a warning. `optimizer=False`: load
         weights only, for a new run of steps; "keep": load weights only, and go on with the states, counts and random states
-        that there are. Each rank loads its own random states, or keeps its present ones if the checkpoint has none for it.
-        All ranks must call it. Raises `CheckpointError` for a checkpoint that is damaged, another model's or another
-        optimizer's; then nothing was changed.
+        that there are. `strict=False`: load the weights that both have by the same name; a warning names those that only one of
+        them has. The model's stay as they are, and their states begin anew. Each rank loads its own random states, or keeps
+        its present ones if the checkpoint has none for it. All ranks must call it. Raises `CheckpointError` for a checkpoint
+        that is damaged, another model's or another optimizer's; then nothing was changed.
         """
         self.saver.wait()
         return load(
@@ -387,6 +389,7 @@ class Handle(Compiled):
             fallback=fallback,
             optimizer=optimizer,
             client_state=client_state,
+            weights="all" if strict else "some",
         )
 
     def save_adapters(self, *args: Any, **kwargs: Any) -> Any:

@@ -45,6 +45,9 @@ logger = logging.getLogger(__name__)
 
 STEP = "step"
 
+# Which weights are loaded: all of them, and the checkpoint has no others; those that both have; none, as they are set already.
+Weights = Literal["all", "some", "none"]
+
 
 @dataclass
 class Loading:
@@ -60,6 +63,7 @@ class Loading:
     begun: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)  # warnings to log
     missing: frozenset[str] = frozenset()  # weights that the checkpoint lacks: they stay as they are
+    weights: Weights = "all"  # which weights are loaded
     keeps: bool = False  # whether the optimizer's states stay as they are
 
     def read(self, name: str, into: torch.Tensor) -> None:
@@ -75,13 +79,14 @@ def load(
     optimizer: bool | Literal["keep"],
     client_state: dict[str, Any] | None,
     partial: bool = False,
+    weights: Weights = "all",
 ) -> dict[str, Any]:
     """Load a checkpoint and return what the user added to it; see `zgraph.api.handle.Handle.load_checkpoint`.
     `partial`: tensors of a transformers model that the files lack stay as they are."""
     if optimizer not in (True, False, "keep"):
         raise PlanError(f"optimizer={optimizer!r} of load_checkpoint", hint='True, False or "keep"')
     agreement = runtime.everyone
-    agreement.vote("a checkpoint to load", f"{path} {tag} {fallback} {optimizer}")
+    agreement.vote("a checkpoint to load", f"{path} {tag} {fallback} {optimizer} {weights}")
     agreement.relax()  # (disks differ)
 
     def refused(rank: int, said: str) -> CheckpointError:
@@ -93,7 +98,7 @@ def load(
         agreement.vote("the checkpoint's manifest", f"{source.kind} {source.folder} {checksum}")
         agreement.relax()
         parts = agreement.together(
-            "the checkpoint", lambda: _prepared(runtime, source, optimizer, client_state), refused
+            "the checkpoint", lambda: _prepared(runtime, source, optimizer, client_state, weights), refused
         )
         return source, parts
 
@@ -157,12 +162,16 @@ def _opened(runtime: Runtime, path: Path, tag: str | None, partial: bool) -> Sou
 
 
 def _prepared(
-    runtime: Runtime, source: Source, states: bool | Literal["keep"], objects: dict[str, Any] | None
+    runtime: Runtime,
+    source: Source,
+    states: bool | Literal["keep"],
+    objects: dict[str, Any] | None,
+    weights: Weights = "all",
 ) -> _Parts:
     runtime.updater.averages.refuse_checkpoint()
     runtime.shards.refresh()
     optimizer = states is True
-    loading = planned(runtime, source, optimizer, keeps=states == "keep")
+    loading = planned(runtime, source, optimizer, keeps=states == "keep", weights=weights)
     random, client, extra, programs, residuals = None, {}, {}, source.known.programs, None
     local: dict[str, torch.Tensor] = {}
     if isinstance(source, Checkpoint):
@@ -177,7 +186,9 @@ def _prepared(
             local = _local(runtime, source, own if own is not None else first, loading)
         extra = decode(first.get("extra", {}), _copier(source))
         mine = state.extra_states(runtime.module).keys()
-        if mine != extra.keys():
+        if weights != "all":
+            extra = {path: value for path, value in extra.items() if weights == "some" and path in mine}
+        elif mine != extra.keys():
             paths = ", ".join(sorted(mine ^ extra.keys()))
             raise CheckpointError(
                 f"what get_extra_state() gives for {paths} is in the checkpoint or in the model, not in both",
@@ -267,11 +278,13 @@ def _client_state(everyone: Agreement, source: Checkpoint) -> dict[str, Any]:
     return client_state
 
 
-def planned(runtime: Runtime, source: Source, optimizer: bool, *, keeps: bool = False) -> Loading:
+def planned(
+    runtime: Runtime, source: Source, optimizer: bool, *, keeps: bool = False, weights: Weights = "all"
+) -> Loading:
     """Match the tensors of a checkpoint with those of the model and, of the `optimizer`, its states, which begin anew
-    where they are not loaded, unless the model `keeps` them. Raises `CheckpointError` unless the checkpoint has every
-    weight of the model, in its shape, and no others."""
-    loading = Loading(keeps=keeps)
+    where they are not loaded, unless the model `keeps` them. Raises `CheckpointError` for a weight of another shape, and unless the checkpoint
+    has every weight of the model and no others, if all `weights` are to be loaded."""
+    loading = Loading(keeps=keeps, weights=weights)
     module, shards = runtime.module, runtime.shards
     names: dict[int, list[str]] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
@@ -287,20 +300,12 @@ def planned(runtime: Runtime, source: Source, optimizer: bool, *, keeps: bool = 
         loading.missing = frozenset(optional.intersection(missing))
         missing = [name for name in missing if name not in optional]
     beyond = known - every - {n for n, _ in module.named_buffers(remove_duplicate=False)}
-    if missing or beyond:
-        parts = [
-            f"{what}: {', '.join(sorted(absent)[:5])}{' …' if len(absent) > 5 else ''}"
-            for what, absent in (("the checkpoint lacks", missing), ("the model lacks", beyond))
-            if absent
-        ]
-        raise CheckpointError(
-            "the checkpoint is of another model",
-            where=str(source.folder),
-            why="; ".join(parts),
-            hint="build the model that it was saved of",
-        )
+    if weights == "all":
+        _refuse_others(source, missing, sorted(beyond))
+    loading.missing |= frozenset(missing)
+    loading.notes += _left(missing, sorted(beyond)) if weights == "some" else []
     for name, buffer in buffers.items():
-        if name not in loading.missing:
+        if name not in loading.missing and weights != "none":
             _plan_buffer(source, loading, name, buffer)
     saved: dict[str, dict[str, str]] = {}
     for name in source.tensors:
@@ -314,9 +319,11 @@ def planned(runtime: Runtime, source: Source, optimizer: bool, *, keeps: bool = 
         optimizer = False
     for name, param in shards.params().items():
         if name in loading.missing:
+            loading.fresh.extend([name] if weights != "all" and not keeps and runtime.holds(name) else [])
             continue
         saved_name, *others = (n for n in names[id(param)] if n in known)
-        _check_tied(runtime, source, MODEL + saved_name, [MODEL + n for n in others])
+        if weights != "none":
+            _check_tied(runtime, source, MODEL + saved_name, [MODEL + n for n in others])
         of_param: dict[str, str] = next((saved.pop(n) for n in names[id(param)] if n in saved), {})
         for other in names[id(param)]:
             saved.pop(other, None)
@@ -325,6 +332,34 @@ def planned(runtime: Runtime, source: Source, optimizer: bool, *, keeps: bool = 
     if saved and optimizer and runtime.updater.optimizer is not None:
         loading.notes.append(f"states of parameters that the model lacks are left out: {', '.join(sorted(saved)[:5])}")
     return loading
+
+
+def _refuse_others(source: Source, missing: Sequence[str], beyond: Sequence[str]) -> None:
+    """Raise `CheckpointError` if only the model, or only the checkpoint, has some weights."""
+    parts = [
+        f"{what}: {', '.join(sorted(absent)[:5])}{' …' if len(absent) > 5 else ''}"
+        for what, absent in (("the checkpoint lacks", missing), ("the model lacks", beyond))
+        if absent
+    ]
+    if parts:
+        raise CheckpointError(
+            "the checkpoint is of another model",
+            where=str(source.folder),
+            why="; ".join(parts),
+            hint="build the model that it was saved of; strict=False (load_module_strict=False of an engine) loads what both have",
+        )
+
+
+def _left(missing: Sequence[str], beyond: Sequence[str]) -> list[str]:
+    """Return what to tell of weights that only the model or only the checkpoint has."""
+    return [
+        f"{what}: {', '.join(names)}"
+        for what, names in (
+            ("the checkpoint lacks weights of the model, which stay as they are", missing),
+            ("the model lacks weights of the checkpoint, which are left out", beyond),
+        )
+        if names
+    ]
 
 
 def _plan_buffer(source: Source, loading: Loading, name: str, buffer: torch.Tensor) -> None:
@@ -347,6 +382,36 @@ def _plan_parameter(
     mine: dict[str, torch.Tensor] = {}
     if plan_optimizer is not None:
         mine = {k: v for k, v in plan_optimizer.state.get(runtime.shards.params()[name], {}).items() if k != STEP}
+    if loading.weights == "none":
+        loading.copies.extend((mine[key], param) for key in (MASTER, AHEAD) if key in mine)
+        optimizer = optimizer and _fit(source, loading, name, saved, mine)
+    else:
+        _plan_weight(source, loading, param, weight, saved, mine)
+    if EMA in mine and not loading.keeps:
+        if EMA in saved and optimizer:
+            loading.read(saved[EMA], mine[EMA])
+        else:
+            loading.copies.append((mine[EMA], mine.get(MASTER, param)))
+    _plan_states(runtime, source, loading, name, saved, mine, optimizer)
+
+
+def _fit(source: Source, loading: Loading, name: str, saved: dict[str, str], mine: dict[str, torch.Tensor]) -> bool:
+    """Return whether the saved states have the shapes of those that the model has now; note it if they have not."""
+    fit = all(source.tensors[saved[k]].shape == tuple(v.shape) for k, v in mine.items() if k in saved)
+    if not fit:
+        loading.notes.append(f"states of {name} have another shape in the checkpoint: they begin anew")
+    return fit
+
+
+def _plan_weight(
+    source: Source,
+    loading: Loading,
+    param: torch.Tensor,
+    weight: str,
+    saved: dict[str, str],
+    mine: dict[str, torch.Tensor],
+) -> None:
+    """Add to `loading` where this rank's part of a weight, and of what follows from it, is read from."""
     _check(source, weight, param)
     for key in DERIVED:
         if key in saved:
@@ -367,11 +432,18 @@ def _plan_parameter(
             loading.read(saved[AHEAD], mine[AHEAD])
         else:
             loading.copies.append((mine[AHEAD], param))
-    if EMA in mine and not loading.keeps:
-        if EMA in saved and optimizer:
-            loading.read(saved[EMA], mine[EMA])
-        else:
-            loading.copies.append((mine[EMA], mine.get(MASTER, param)))
+
+
+def _plan_states(
+    runtime: Runtime,
+    source: Source,
+    loading: Loading,
+    name: str,
+    saved: dict[str, str],
+    mine: dict[str, torch.Tensor],
+    optimizer: bool,
+) -> None:
+    """Add to `loading` where this rank's part of a parameter's states is read from; without `optimizer` they begin anew."""
     rest = {k: v for k, v in mine.items() if k not in DERIVED}
     theirs = {k: v for k, v in saved.items() if k not in (*DERIVED, STEP)}
     if not optimizer or not theirs or not mine:

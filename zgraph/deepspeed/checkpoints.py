@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +18,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from zgraph.checkpoint.loading import peek
+from zgraph.checkpoint.loading import Weights, load, peek
 from zgraph.checkpoint.source import MODEL, Source
 from zgraph.checkpoint.state import RandomStates, random_states
 from zgraph.deepspeed import client_optimizer, comm
 from zgraph.deepspeed.full_values import load_whole
 from zgraph.deepspeed.lr_schedulers import Scheduler
+from zgraph.deepspeed.update_of_zeros import count_ahead
 from zgraph.deepspeed.utils.logging import no_effect
 from zgraph.deepspeed.zero import GatheredParameters
 from zgraph.errors import CheckpointError, UnsupportedError
@@ -35,6 +37,15 @@ logger = logging.getLogger(__name__)
 _OURS = "zgraph.deepspeed"  # the key of the engine's own part of a checkpoint's client state
 _STATES = "zgraph.deepspeed.optimizer"  # the key of the states of an optimizer that plans do not support
 _COUNTED = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What `load_checkpoint` loads besides counters and the schedule."""
+
+    states: bool  # those of the plan's optimizer
+    random: bool  # the random states
+    weights: Weights  # the weights
 
 
 class Checkpoints:
@@ -119,25 +130,26 @@ class Checkpoints:
 
         Returns (the checkpoint's path, the client state), or (None, None) with a warning if `load_dir` names none. With
         `load_module_only` weights alone are loaded: counters, schedule and random states stay as they are, and the optimizer
-        begins anew. A model in pipeline stages, or with divided weights, is cut in its first call: before it, weights,
-        counters and the schedule are loaded at once, and the optimizer's and random states when the model is cut. A
-        checkpoint of another model is refused even if `load_module_strict` is False. All ranks must call it. Raises
-        `CheckpointError`, and then has changed nothing.
+        begins anew. If `load_module_strict` is False, weights are loaded that both have by the same name; a warning names the others, of which the
+        model's stay as they are. `custom_load_fn(src=state_dict, dst=model)` loads them itself, of whole weights as they were saved, into whole
+        parameters, of which those of rank 0 count; the optimizer's states are loaded by name and shape. A model in pipeline
+        stages, or with divided weights, is cut in its first call: before it, weights, counters and the schedule are loaded at
+        once, and the optimizer's and random states when the model is cut. All ranks must call it. Raises `CheckpointError`, and
+        then has changed nothing but what `custom_load_fn` has.
         """
-        if custom_load_fn is not None:
-            raise UnsupportedError(
-                "load_checkpoint does not support custom_load_fn",
-                why="weights are read by each rank's shards, and no state dict is made",
-                hint="engine.load_module_state_dict(state_dict) with what your function makes",
-            )
         chosen = tag if tag is None else str(tag)
         if chosen is None and not _names_one(Path(load_dir)):
             logger.warning("%s has no file latest, and no tag is given: nothing is loaded", load_dir)
             return None, None
         whole = load_optimizer_states and not load_module_only
+        weights: Weights = "all" if load_module_strict else "some"
+        if custom_load_fn is not None:
+            self._load_weights(Path(load_dir), chosen, custom_load_fn)
+            weights = "none"
 
-        def load() -> tuple[Path, dict[str, Any]]:
-            client = self._read(load_dir, chosen, states=whole, random=not load_module_only)
+        def go_on() -> tuple[Path, dict[str, Any]]:
+            wanted = Wanted(states=whole, random=not load_module_only, weights=weights)
+            client = self._read(Path(load_dir), chosen, wanted)
             own, states = client.pop(_OURS, None), client.pop(_STATES, None)
             if whole and not self._training.planned and self._training.optimizer is not None:
                 client_optimizer.load(self._training.optimizer, (own or {}).get("optimizer"), states)
@@ -149,25 +161,52 @@ class Checkpoints:
 
         deferred = self.handle.deferred
         if deferred is None:
-            folder, client = load()
+            folder, client = go_on()
         else:
             source, client = peek(deferred.everyone, Path(load_dir).absolute(), chosen)
             folder, own, _ = source.folder, client.pop(_OURS, None), client.pop(_STATES, None)
-            _write_weights(self.module, source)
+            if weights != "none":
+                _write_weights(self.module, source)
             if isinstance(own, Mapping) and not load_module_only:
                 self._count_on(own, scheduler=load_lr_scheduler_states)
                 if load_lr_scheduler_states:
                     self._set_rates()
-            self.handle.when_placed(lambda: load() and None)
+            self.handle.when_placed(lambda: go_on() and None)
         return str(Path(load_dir) / chosen if chosen is not None else folder), client
 
-    def _read(self, load_dir: str | os.PathLike[str], tag: str | None, *, states: bool, random: bool) -> dict[str, Any]:
-        """Load weights, the plan's optimizer's states if `states`, and the random states if `random`; return the client
-        state."""
+    def _load_weights(self, load_dir: Path, tag: str | None, custom_load_fn: Callable[..., Any]) -> None:
+        """Let the script's function load the weights of a checkpoint. Raises `UnsupportedError` for a model that is in stages."""
+        handle = self.handle
+        if any(p.is_meta for p in self.module.parameters()):
+            raise UnsupportedError(
+                "load_checkpoint does not support custom_load_fn for a model that is in stages",
+                why="no rank has the parameters of other stages, and so none could load all of them",
+                hint="load before the first step, when each rank has the whole model; or leave custom_load_fn out",
+            )
+        everyone = handle.runtime.everyone if handle.deferred is None else handle.deferred.everyone
+        source, _ = peek(everyone, load_dir.absolute(), tag)
+        state = {n.removeprefix(MODEL): source.whole(n) for n in source.tensors if n.startswith(MODEL)}
+        self.load_module_state_dict(state, custom_load_fn=custom_load_fn)
+
+    def _read(self, load_dir: Path, tag: str | None, wanted: Wanted) -> dict[str, Any]:
+        """Load what is wanted; return the client state."""
         runtime, optimizer = self.handle.runtime, self._training.optimizer
-        before = None if random else RandomStates(random_states(runtime.device), runtime.device)
-        groups = [] if states or optimizer is None else [_numbers_of(group) for group in optimizer.param_groups]
-        client = dict(self.handle.load_checkpoint(load_dir, tag, optimizer=states))
+        before = None if wanted.random else RandomStates(random_states(runtime.device), runtime.device)
+        groups = [] if wanted.states or optimizer is None else [_numbers_of(group) for group in optimizer.param_groups]
+        self.handle.saver.wait()
+        client = dict(
+            load(
+                runtime,
+                load_dir.absolute(),
+                tag,
+                fallback=False,
+                optimizer=wanted.states,
+                client_state=None,
+                weights=wanted.weights,
+            )
+        )
+        if self._training.zeros and not wanted.states:
+            count_ahead(self.handle)
         for group, numbers in zip(optimizer.param_groups if groups else (), groups, strict=True):
             group.update(numbers)  # (an optimizer that begins anew has the plan's, not those that a schedule has set)
         if before is not None:
