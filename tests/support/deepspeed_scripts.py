@@ -61,8 +61,9 @@ def eager(config: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def initializing(module: Any, change: Any) -> Iterator[None]:
-    """Inside, `module.initialize` has its configuration changed."""
-    original = module.initialize
+    """Inside, `module.initialize` has its configuration changed. (Behind it linear layers are torch's again, which DeepSpeed's stage 3 replaces for
+    the process.)"""
+    original, linear = module.initialize, torch.nn.functional.linear
 
     @functools.wraps(original)
     def initialize(*args: Any, **kwargs: Any) -> Any:
@@ -79,7 +80,7 @@ def initializing(module: Any, change: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        module.initialize = original
+        module.initialize, torch.nn.functional.linear = original, linear
 
 
 def system_of(name: str) -> tuple[Any, Any]:
