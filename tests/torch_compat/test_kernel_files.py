@@ -128,6 +128,17 @@ def test_kernels_are_found_where_they_were_compiled(monkeypatch):
     assert result.tolist() == [3.0, 3.0]
 
 
+def test_a_kernel_of_an_earlier_program_is_not_compiled_again(monkeypatch):
+    first = KernelSource(*SCALE)
+    function = compile_together([first], 1)[first]
+    monkeypatch.setattr(kernel_files, "_started", None)  # (a call of it is an error)
+    again = KernelSource(*SCALE)
+    assert compile_together([again], 1)[again] is function
+    other = torch._inductor.config.patch("cpp.enable_floating_point_contract_flag", "fast")
+    with other, pytest.raises(TypeError):  # (other settings make other code)
+        compile_together([again], 1)
+
+
 def test_an_error_inside_compiles_nothing_and_kernels_still_run():
     scope = {"a": KernelSource(*SCALE)}
     with pytest.raises(ValueError, match="stop"), kernels_together():

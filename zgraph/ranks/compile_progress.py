@@ -19,7 +19,8 @@ VARIABLE = "ZGRAPH_PROGRESS"  # "0": nothing is shown
 
 CAPTURE, JOINT, PASSES, FORWARD, BACKWARD = "the model is captured", "the joint graph", "passes", "forward", "backward"
 SHARES = {CAPTURE: 2.0, JOINT: 3.0, PASSES: 3.0, FORWARD: 0.2, BACKWARD: 0.4}
-CODE_SHARES = {FORWARD: 8.0, BACKWARD: 16.0}  # if Inductor generates the code
+# If Inductor generates the code; kernels are compiled at the end.
+CODE_SHARES = {FORWARD: 2.0, BACKWARD: 3.0}
 SEARCHED = 20.0  # the passes take so many times longer if a memory budget's search runs them
 
 EVERY = 10.0  # seconds between lines

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import hashlib
 import os
 import re
 import textwrap
@@ -133,9 +134,11 @@ def places_of(scope: Mapping[str, Any]) -> tuple[Place, ...] | None:
 def compile_together(kernels: Sequence[KernelSource], files: int) -> Mapping[KernelSource, Callable[..., Any]]:
     """Compile kernels in at most `files` files, and some of unknown form in files of their own.
 
-    Returns the function of each.
+    Returns the function of each. One that this process has compiled before, for another program, is not compiled again.
     """
-    sources = {kernel.source: kernel for kernel in kernels}
+    settings = _settings()
+    keys = {kernel: hashlib.sha256(f"{settings}\n{kernel.source}".encode()).digest() for kernel in kernels}
+    sources = {kernel.source: kernel for kernel in kernels if keys[kernel] not in _compiled}
     bodies = {source: body for source in sources if (body := _body(source)) is not None}
     parts: list[list[str]] = [[] for _ in range(min(files, len(bodies)))]
     sizes = [0] * len(parts)
@@ -150,7 +153,18 @@ def compile_together(kernels: Sequence[KernelSource], files: int) -> Mapping[Ker
         loaded = module()
         functions.update({source: getattr(loaded, f"kernel{at}") for at, source in enumerate(part)})
     functions.update({source: function() for source, function in others.items()})
-    return {kernel: functions[kernel.source] for kernel in kernels}
+    _compiled.update({keys[sources[source]]: function for source, function in functions.items()})
+    return {kernel: _compiled[keys[kernel]] for kernel in kernels}
+
+
+_compiled: dict[bytes, Callable[..., Any]] = {}  # what this process has compiled
+
+
+def _settings() -> str:
+    """Return what compiled kernels depend on besides their source: Inductor's settings, and where it puts them."""
+    from torch._inductor import config
+
+    return f"{config.get_hash().hex()} {_folder()}"
 
 
 _FORM = re.compile(
