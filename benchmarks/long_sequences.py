@@ -1,12 +1,13 @@
 """What sparse attention makes possible: long sequences in little memory, and what a model learns with it.
 
-    OMP_NUM_THREADS=1 python benchmarks/long_sequences.py [--parts step budget learn] [--steps 200] [--seeds 2] [--write]
+    OMP_NUM_THREADS=1 python benchmarks/long_sequences.py [--parts step budget learn] [--steps 600] [--seeds 2] [--write]
 
     step     a training step of the example's model (examples/train_lm.py) with one sequence of 65,536 tokens: its peak, beside 4 GiB
     budget   a BERT that writes its attention out: the longest sequence that a `memory_budget` allows with whole attention, and a step with one ten
              times as long with a BigBird layout, by the same budget
-    learn    validation losses at length 2,048 after some hundred steps on the example's text, of whole and of sparse attention: a BERT that fills in
-             masked bytes with BigBird, and the example's causal model with Fixed
+    learn    validation losses at length 2,048 after some hundred steps on the example's text, of whole and of sparse attention: a ModernBERT that
+             fills in masked bytes with BigBird, and the example's causal model with Fixed. (A BERT, which has learned positions, needs many thousand
+             steps until it looks at neighbours.)
 
 Peaks are of all tensors at once, parameters and states of the optimizer among them, as torch's allocator has them. Each part runs in a process of
 its own. `--write` puts what they print, with date and conditions, into benchmarks/results/long_sequences.md.
@@ -50,22 +51,42 @@ def peak_of_step(model: Any, **inputs: torch.Tensor) -> tuple[int, float, float]
     return allocations.peak(), time.perf_counter() - start, float(loss)
 
 
-def bert(length: int, written_out: bool, layers: int = 2, width: int = 64) -> Any:
+def written_out_bert(length: int) -> Any:
     import transformers
 
     torch.manual_seed(0)
     config = transformers.BertConfig(
         vocab_size=BYTES + 1,
-        hidden_size=width,
-        num_hidden_layers=layers,
+        hidden_size=64,
+        num_hidden_layers=2,
         num_attention_heads=4,
-        intermediate_size=3 * width,
+        intermediate_size=192,
         max_position_embeddings=length,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
-        attn_implementation="eager" if written_out else "sdpa",
+        attn_implementation="eager",
     )
     return transformers.BertForMaskedLM(config)
+
+
+def modern_bert() -> Any:
+    import transformers
+
+    config = transformers.ModernBertConfig(
+        vocab_size=BYTES + 1,
+        hidden_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        intermediate_size=128,
+        max_position_embeddings=LENGTH,
+        global_attn_every_n_layers=1,
+        pad_token_id=MASK,
+        cls_token_id=None,
+        sep_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return transformers.ModernBertForMaskedLM(config)
 
 
 # -- parts ------------------------------------------------------------------------------------------------------------
@@ -95,7 +116,7 @@ def budget() -> Iterator[str]:
             backend=backend,
         )
         tokens = torch.randint(BYTES, (1, length))
-        return zgraph.compile(bert(length, written_out=True), plan), {"input_ids": tokens, "labels": tokens}
+        return zgraph.compile(written_out_bert(length), plan), {"input_ids": tokens, "labels": tokens}
 
     def fits(length: int) -> bool:
         model, inputs = compiled(length, sparse=False, backend="eager")
@@ -119,7 +140,7 @@ def learn(steps: int, seeds: int) -> Iterator[str]:
     """Losses of whole and sparse attention after the same steps."""
     layouts = {
         "causal": zgraph.Fixed(block=64, num_local_blocks=4, num_global_blocks=1, attention="unidirectional"),
-        "BERT": zgraph.BigBird(block=64, num_random_blocks=3, num_sliding_window_blocks=3, num_global_blocks=2),
+        "ModernBERT": zgraph.BigBird(block=64, num_random_blocks=3, num_sliding_window_blocks=3, num_global_blocks=2),
     }
     for kind, layout in layouts.items():
         losses = {
@@ -140,7 +161,7 @@ def _loss_after(kind: str, attention: dict[str, Any], steps: int, seed: int) -> 
     if kind == "causal":
         model: Any = train_lm.LM(train_lm.Config(max_seq=LENGTH, dim=64, hidden=192, layers=3))
     else:
-        model = bert(LENGTH, written_out=False, layers=3)
+        model = modern_bert()
     optimizer = zgraph.AdamW(lr=3e-3, betas=(0.9, 0.95))
     schedule = zgraph.Cosine(total_steps=steps, warmup_steps=max(1, steps // 10))
     model = zgraph.compile(model, zgraph.Plan(optimizer=optimizer, lr_schedule=schedule, attention=attention))
@@ -164,7 +185,7 @@ def _inputs(kind: str, tokens: torch.Tensor, targets: torch.Tensor, seed: int) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--write", action="store_true", help=f"write {RESULT.name}")
     parser.add_argument("--one", choices=PARTS, help=argparse.SUPPRESS)

@@ -46,7 +46,13 @@ def layout_mask(sparsity: Sparsity, heads: int, length: int) -> torch.Tensor:
 def masked(
     sparsity: Sparsity, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """Return torch's attention with the mask of a sparsity besides its own."""
+    """Return torch's attention with the mask of a sparsity besides its own.
+
+    Attention with keys of another length is left as it is: compiling refuses it.
+    """
+    if query.shape[-2] != key.shape[-2]:
+        with torch._C.DisableTorchFunction():
+            return _ATTENTION(query, key, value, *args, **kwargs)
     names = ("attn_mask", "dropout_p", "is_causal")
     options = dict(zip(names, args, strict=False)) | kwargs
     length = query.shape[-2]

@@ -268,6 +268,12 @@ def test_attention_that_can_not_be_sparse_is_refused_with_its_line(how, said, ba
     assert said in text and "test_sparse_attention.py:" in text
 
 
+def test_verify_refuses_it_in_the_same_words():
+    plan = zgraph.Plan(backend="eager", attention={"*": zgraph.Fixed()})
+    with pytest.raises(PlanError, match="attention of 16 queries with 5 keys can't be sparse"):
+        zgraph.verify(Alone("other keys"), plan, 1, (torch.randn(2, 2, 16, 8),))
+
+
 class Capped(nn.Module):
     def forward(self, x, mask=None):
         return torch.tanh(x @ x.mT).softmax(-1) @ x
