@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -173,3 +173,13 @@ def write_config(module: Any, folder: Path, dtype: torch.dtype | None) -> None:
         raise CheckpointError(
             "transformers can't write the model's config", why=f"{type(error).__name__}: {error}"
         ) from error
+
+
+def renamed(model: Any, names: Sequence[str]) -> dict[str, str]:
+    """Return the name in the model of each tensor of files, by its name there, as `from_pretrained` renames it: `LayerNorm.gamma` is a weight."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    renamings: Any = [r for r in get_model_conversion_mapping(model) if isinstance(r, WeightRenaming)]
+    prefix, state = getattr(model, "base_model_prefix", None), model.state_dict()
+    return {name: rename_source_key(name, renamings, [], prefix, state)[0] for name in names}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +26,7 @@ def initialize_meta_tensors(shards: Shards, device: torch.device, seed: int, els
     """
     root = shards.module
     names = {id(p): n for n, p in shards.params().items()}
-    own_init = getattr(root, "_init_weights", None)
+    initializers = _initializers(root)
     scratch = _Scratch(device) if shards.mesh is not None else None  # (without a mesh the whole tensor stays)
     for path, child in root.named_modules():
         params = {k: p for k, p in child._parameters.items() if p is not None and (p.is_meta or isinstance(p, DTensor))}
@@ -51,8 +51,8 @@ def initialize_meta_tensors(shards: Shards, device: torch.device, seed: int, els
             torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed}/{path}".encode()).digest()[:7], "little"))
             if callable(getattr(child, "reset_parameters", None)):
                 child.reset_parameters()
-            if callable(own_init):
-                own_init(child)
+            if (initialize := initializers[path]) is not None:
+                initialize(child)
         for key, old in params.items():
             whole = child._parameters[key]
             child._parameters[key] = old
@@ -73,6 +73,18 @@ def initialize_meta_tensors(shards: Shards, device: torch.device, seed: int, els
                         hint="let reset_parameters set it, or build the model on a real device",
                     )
                 shards.pending.add(name)
+
+
+def _initializers(root: nn.Module) -> dict[str, Callable[[nn.Module], None] | None]:
+    """Return for each module, by path, the `_init_weights` that initialises it: that of the root, and within a model of transformers
+    inside of it (the vision tower of a model of language and vision) that model's own."""
+    initializers: dict[str, Callable[[nn.Module], None] | None] = {}
+    for path, module in root.named_modules(remove_duplicate=False):
+        own = getattr(module, "_init_weights", None)
+        if path and not hasattr(type(module), "_initialize_weights"):
+            own = initializers[path.rpartition(".")[0]]
+        initializers[path] = own if callable(own) else None
+    return initializers
 
 
 def still_unset(shards: Shards) -> Iterator[str]:

@@ -59,6 +59,17 @@ NAMES = {
             "transformers:PreTrainedModel.post_init has all_tied_weights_keys",
         ),
     ),
+    "loaded models": Names(
+        "transformers",
+        "5.24",
+        "the names of older files, and what stays in float32 when a model is loaded in half precision, have no public interface",
+        (
+            "transformers:PreTrainedModel._get_dtype_plan",
+            "transformers.conversion_mapping:get_model_conversion_mapping",
+            "transformers.core_model_loading:WeightRenaming",
+            "transformers.core_model_loading:rename_source_key",
+        ),
+    ),
     "accelerators": Names(
         "accelerate",
         "1.15",

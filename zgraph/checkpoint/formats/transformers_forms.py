@@ -22,6 +22,8 @@ from zgraph.parameters.layout import row_by_row
 
 logger = logging.getLogger(__name__)
 
+ROWS = 1024  # the rows of tied weights that are compared at once
+
 
 class TransformersForms(Source):
     """The tensors of files as those of a model, by its names. Raises `CheckpointError` for a weight of which the files
@@ -34,6 +36,8 @@ class TransformersForms(Source):
         file_names = {n.removeprefix(MODEL) for n in files.tensors}
         views = pretrained.views(model)
         self._of = _named(views, file_names, getattr(model, "base_model_prefix", ""))
+        self._rename(views, file_names, model)
+        tied = self._tied(views, file_names, model)
         model_tensors = pretrained.tensors(model)
         parts: dict[str, list[View]] = {}
         for view in views:
@@ -51,7 +55,7 @@ class TransformersForms(Source):
                 )
             else:
                 self.tensors[MODEL + name] = self._info(name, of, tuple(model_tensors[name].shape))
-        used = set(self._of.values())
+        used = set(self._of.values()) | tied
         beyond = sorted(file_names - used)
         if partial:
             _tell(
@@ -66,6 +70,54 @@ class TransformersForms(Source):
             )
         else:
             self.tensors |= {MODEL + n: files.tensors[MODEL + n] for n in beyond}
+
+    def _rename(self, views: Sequence[View], there: set[str], model: Any) -> None:
+        """Find the files' tensors with names of older releases, which `from_pretrained` renames."""
+        unknown = there - set(self._of.values())
+        if not unknown or all(v.name in self._of for v in views):
+            return
+        parts: dict[str, list[str]] = {}
+        for view in views:
+            parts.setdefault(view.source, []).append(view.name)
+        for old, name in pretrained.renamed(model, sorted(there)).items():
+            if old in unknown and len(parts.get(name, ())) == 1:
+                self._of.setdefault(parts[name][0], old)
+
+    def _tied(self, views: Sequence[View], there: set[str], model: Any) -> set[str]:
+        """Return the files' tensors of weights that are tied to another one. If the other is not there, it is read from them.
+
+        Raises `CheckpointError` for one that differs from what it is tied to: `from_pretrained` unties the two.
+        """
+        prefix, tensors = getattr(model, "base_model_prefix", "") + ".", set()
+        by_source = {v.source: v.name for v in views}
+        for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+            name = by_source.get(source)
+            alias = next((n for n in (target, target.removeprefix(prefix), prefix + target) if n in there), None)
+            if name is None or alias is None or alias in self._of:
+                continue
+            other = self._of.setdefault(name, alias)
+            if other != alias and not self._equal(other, alias):
+                raise CheckpointError(
+                    f"{alias} is tied to {other}, and the files have another value for it",
+                    where=str(self.folder),
+                    why="tie_word_embeddings of the config is true, and the files are of a model whose weights are two",
+                    hint="tie_word_embeddings=False in the config",
+                )
+            tensors.add(alias)
+        return tensors
+
+    def _equal(self, one: str, other: str) -> bool:
+        infos = [self.files.tensors[MODEL + n] for n in (one, other)]
+        if infos[0].shape != infos[1].shape or infos[0].dtype != infos[1].dtype:
+            return False
+        if any(len(info.blocks) != 1 for info in infos):
+            return torch.equal(self.files.whole(MODEL + one), self.files.whole(MODEL + other))
+        pairs = [(MODEL + n, info.blocks[0]) for n, info in zip((one, other), infos, strict=True)]
+        for first in range(0, infos[0].shape[0], ROWS):
+            count = min(ROWS, infos[0].shape[0] - first)
+            if not torch.equal(*(self.files.rows(name, block, first, count) for name, block in pairs)):
+                return False
+        return True
 
     def _info(self, name: str, views: Sequence[View], shape: tuple[int, ...]) -> TensorInfo:
         """Return a weight, with one block for each tensor of the files that it is made of."""
