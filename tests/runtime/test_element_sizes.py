@@ -22,6 +22,7 @@ from zgraph.errors import ZgraphError
 from zgraph.passes.verifier import verify_program
 from zgraph.program.printer import render
 from zgraph.program.serialize import from_json, to_json
+from zgraph.torch_compat import dynamo
 
 TOLERANCE = 2e-6  # of a gradient over its norm: float32 rounding
 
@@ -201,6 +202,23 @@ def test_what_can_not_be_a_size_is_a_constant_as_before():
     for one in ([(1, 4, 6)], [(1, 8, 6)], [(1, 4, 6)], [(1, 8, 6)]):
         assert same(mine, plain, call(*one))
     assert len(mine.zgraph.programs) <= 3
+
+
+def test_elements_that_can_not_be_sizes_take_one_capture_more(monkeypatch, caplog):
+    captures = []
+
+    def counted(*args: Any, open_elements: Any = (), **kwargs: Any) -> Any:
+        captures.append(bool(open_elements))
+        return captured(*args, open_elements=open_elements, **kwargs)
+
+    captured = dynamo.capture_flat
+    monkeypatch.setattr(dynamo, "capture_flat", counted)
+    mine, plain = pair(Compares)
+    with caplog.at_level(logging.WARNING, "zgraph"):
+        assert same(mine, plain, call((1, 4, 6)))
+    assert captures == [False, True, False]  # (without the values, with symbols, with constants)
+    (told,) = [r.getMessage() for r in caplog.records if "elements can't be sizes" in r.getMessage()]
+    assert "each value of grid is a program" in told and "test_element_sizes.py" in told
 
 
 class Writes(Images):

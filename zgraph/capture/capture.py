@@ -527,6 +527,8 @@ def _capture(bound: types.MethodType, args: tuple[Any, ...], kwargs: dict[str, A
                 run()
             except Exception as error:
                 logger.debug("forward does not run on fake tensors: %s", error)
+                if dynamo.depends_on_values(first):  # (another capture fails at the same line)
+                    raise _capture_error(first) from first
         if tensors:  # (the first forward made a table, say, and the model or something else keeps it)
             raise CaptureError(
                 "the model's forward can be captured only after it has run once, and that run keeps a tensor",

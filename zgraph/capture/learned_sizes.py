@@ -322,6 +322,11 @@ class Family:
             for word in (columns.values() if constant in left or len(columns) == 1 else [self.elements[constant]])
         ]
 
+    def close_constants(self, *, anticipate: bool) -> None:
+        """Make all elements of constants numbers from now on; `anticipate`: see `learn`."""
+        self.elements, self.anticipate = {}, anticipate
+        self._name(self._open())
+
     def close(self, names: Sequence[str], why: str) -> bool:
         """Make the sizes of these names, which a capture could not have as symbols, numbers from now on; return whether
         that is final.

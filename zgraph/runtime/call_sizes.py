@@ -15,6 +15,7 @@ from zgraph.capture.symbolic_capture import SymbolicSizes
 from zgraph.errors import CaptureError, RankMismatchError, SignatureError, SizeError, ZgraphError
 from zgraph.plan.shapes import buckets_of, fixed_by, sizes_in, values_in
 from zgraph.runtime.rank import Rank
+from zgraph.torch_compat.dynamo import depends_on_values
 
 logger = logging.getLogger(__name__)
 
@@ -178,6 +179,9 @@ class CallSizes:
         family = self.family
         names = set(self.point) - self._fixed
         told = names.intersection(error.sizes if isinstance(error, SizeError) else ())
+        if refused is None and self.open_elements and not told and depends_on_values(error):
+            self._give_up_constants(error)
+            return True
         if self.gives_numbers and names and not told:  # (the Python numbers may be the reason)
             self.gives_numbers = False
             return True
@@ -230,6 +234,21 @@ class CallSizes:
         values = self.family.close_elements(self.call, names, error.what)
         self.closed = True
         self.known.reasons.append(([f"value of {value}" for value in values], error))
+
+    def _give_up_constants(self, error: ZgraphError) -> None:
+        """Turn all elements of constants into numbers, and sizes that did not differ, after a capture has failed because
+        forward decides by what it computes of them: what follows is as if they were declared to be constants."""
+        assert self.family is not None
+        logger.info("no element can differ from call to call in one program: %s", error)
+        why = SizeError(
+            "its elements can't be sizes",
+            where=error.where,
+            why="forward decides by something that is computed of them, and is no sum or product of them",
+        )
+        self.known.reasons.append(([f"value of {path}" for path in self.family.elements.values()], why))
+        self._anticipate = self.known.anticipate
+        self.family.close_constants(anticipate=self._anticipate)
+        self.closed = True
 
     def restore(self) -> None:
         """Forget what this call taught: no program can be made for it."""
