@@ -27,6 +27,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from zgraph.capture import masked_rows
 from zgraph.capture.asserts import keep_asserts, name_asserts
 from zgraph.capture.data_dependent_sizes import fold_data_dependent_sizes, fold_effects, pad_outputs
 from zgraph.capture.fake_inputs import Fakes
@@ -715,13 +716,18 @@ def _program(joint: fx.GraphModule, trace: Trace, name: str) -> Program:
 def _fold_sizes(graph: fx.Graph, trace: Trace) -> dict[fx.Node, TracedSize]:
     """Turn all sizes into numbers, except the capture's symbols, which get inputs of their own; return these inputs."""
     size_inputs: dict[fx.Node, TracedSize] = {}
+    env = trace.flat.fake_mode.shape_env
+    symbols.solve_unknown(env)
     if trace.sizes:
-        env = trace.flat.fake_mode.shape_env
         sizes = trace.every_size()
         refuse_numbers(sizes, env)
         refuse_unknown(graph, functools.partial(_user_name, trace))
+        masked_rows.forget_assumptions(graph)
         size_inputs = {node: size for size, node in canonical(graph, sizes, env)}
+        masked_rows.give_known_sizes(graph)
     else:
+        masked_rows.give_known_sizes(graph)
+        masked_rows.settle(graph)
         fold_data_dependent_sizes(graph)
         _note_as_strided(graph, trace)
     refuse_beyond_tables(graph)

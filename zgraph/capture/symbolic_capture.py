@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from zgraph.capture.data_dependent_sizes import LOOKED_AT
+from zgraph.capture.masked_rows import masked_dim
 from zgraph.capture.position_table_bounds import TableBound, refuse_beyond_table, table_bounds
 from zgraph.errors import SizeError
 from zgraph.passes.verifier.values import ValueCache, check_values
@@ -214,7 +215,7 @@ def refuse_unknown(graph: fx.Graph, user_name: Callable[[fx.Node], str | None]) 
     `user_name` gives the user's name of an input, None for others than the user's.
     """
     for node in graph.nodes:
-        if symbols.has_unknown(node.meta.get("val")) or node.target in LOOKED_AT:
+        if symbols.has_unknown(node.meta.get("val")) or node.target in LOOKED_AT or _selects(node):
             error = SizeError(
                 "the model has sizes that depend on values (a mask that selects, nonzero)",
                 where=info(node).source or None,
@@ -232,6 +233,14 @@ def refuse_unknown(graph: fx.Graph, user_name: Callable[[fx.Node], str | None]) 
                 why="what it looks at of the storage can't be compared with the storage's size",
                 hint="use views and slices",
             )
+
+
+def _selects(node: fx.Node) -> bool:
+    """Return whether the size of a node's result depends on values by the node's own operator, which can't be told what
+    is known of that size (see `masked_rows`)."""
+    if node.op != "call_function" or not symbols.was_unknown(node.meta.get("val")) or masked_dim(node) is not None:
+        return False
+    return not any(symbols.was_unknown(n.meta.get("val")) for n in node.all_input_nodes)
 
 
 def _read_by(node: fx.Node) -> set[fx.Node]:

@@ -120,6 +120,30 @@ def is_unknown(size: Any) -> bool:
     return isinstance(size, torch.SymInt) and bool(free_unbacked_symbols(size))
 
 
+def was_unknown(value: Any) -> bool:
+    """Return whether a value, or a size of it, was given as one that depends on values of tensors, whatever is known of it
+    since."""
+    return any(bool(free_unbacked_symbols(leaf.node._expr)) for leaf in _measures(value) if is_symbolic(leaf))
+
+
+def solve_unknown(env: Any) -> None:
+    """Let each size that depends on values be what tracing has assumed it to be equal to, where that depends on none.
+
+    (Torch leaves a size of its own where what it is equal to may be larger than a selection can be.)
+    """
+    for symbol, assumed in list(env.deferred_runtime_asserts.items()):
+        for condition in (one.expr for one in assumed):
+            if symbol is None or not isinstance(condition, sympy.Eq) or env.replace(symbol) != symbol:
+                continue
+            difference = sympy.expand(condition.lhs - condition.rhs)
+            times = difference.coeff(symbol)
+            equal = env.replace(symbol - times * difference)
+            if times in (1, -1) and not free_unbacked_symbols(equal):
+                env.var_to_range[symbol] = ValueRanges(-int_oo, int_oo)
+                env.size_like.discard(symbol)
+                env._set_replacement(symbol, equal, "assumed")
+
+
 def _measures(value: Any) -> Iterable[Any]:
     """Yield the numbers in a value: itself, or sizes, strides and offsets of its tensors."""
     for leaf in pytree.tree_leaves(value):
@@ -253,9 +277,11 @@ def _values(env: Any) -> Any:
 
 
 def bounds(env: Any, symbol: Symbol) -> tuple[int, int | None]:
-    """Return the smallest and the largest number that a symbol may be; None for the largest where nothing bounds it."""
+    """Return the smallest and the largest number that a symbol may be; None for the largest where nothing bounds it (or
+    only what a mask can select at most, which torch takes for almost 2 ** 63)."""
     known = env.var_to_range[symbol]
-    return int(known.lower), (None if known.upper is int_oo or not known.upper.is_finite else int(known.upper))
+    free = known.upper is int_oo or not known.upper.is_finite or int(known.upper) >= FIRST_STAND_IN
+    return int(known.lower), (None if free else int(known.upper))
 
 
 def bounded_by(env: Any, symbol: Symbol) -> str | None:
