@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import builtins
 from textwrap import indent
+from typing import Any
 
 __all__ = [
+    "ArgumentError",
     "AssertionError",
     "BundleError",
     "CaptureError",
@@ -60,6 +62,10 @@ class ZgraphError(Exception):
             if text:
                 lines.append(f"  {label}:" + (f"\n{indent(text, '    ')}" if "\n" in text else f" {text}"))
         return "\n".join(lines)
+
+
+class ArgumentError(ZgraphError, TypeError):
+    """An argument of another type than a function takes."""
 
 
 class PlanError(ZgraphError, ValueError):
@@ -231,3 +237,20 @@ class OutOfMemoryError(ZgraphError, RuntimeError):
 
 class TargetError(ZgraphError):
     """A command-line target (`package.module:factory`, or an example) that can't be imported or called."""
+
+
+def refuse_unless(right: bool, where: str, value: Any, takes: str, hint: str | None = None) -> None:
+    """Raise `ArgumentError` unless an argument is `right`; `where` names it, `takes` says what it has to be."""
+    if not right:
+        given = "None" if value is None else f"a value of type {type(value).__name__}"
+        raise ArgumentError(f"{where} takes {takes}, not {given}", hint=hint)
+
+
+def refuse_no_function(where: str, function: Any) -> None:
+    """Raise `ArgumentError` for a function, which may be None, that can't be called."""
+    refuse_unless(function is None or callable(function), where, function, "a function or None")
+
+
+def refuse_no_bool(where: str, value: Any) -> None:
+    """Raise `ArgumentError` for a value that is neither True nor False."""
+    refuse_unless(isinstance(value, bool), where, value, "True or False")

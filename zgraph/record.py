@@ -12,7 +12,7 @@ from typing import Any, NoReturn, Self, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from zgraph.errors import PlanError
+from zgraph.errors import ArgumentError, PlanError
 from zgraph.names import did_you_mean
 
 __all__ = ["Record", "Table", "did_you_mean", "joined", "short"]
@@ -47,6 +47,15 @@ class Table(dict[str, _Value]):
 
 class Record(BaseModel, frozen=True, extra="forbid"):
     """The base of `Plan` and of the records inside it: frozen, no unknown keys, every fault a `PlanError`."""
+
+    def __new__(cls, *given: Any, **_: Any) -> Self:
+        if given and cls.__init__ is Record.__init__:
+            first = next((name for name in cls.model_fields if name != "name"), None)
+            raise ArgumentError(
+                f"{cls.__name__} takes its fields by name, and was given a value of type {type(given[0]).__name__} without one",
+                hint=f"{cls.__name__}({first}=…)" if first is not None else None,
+            )
+        return super().__new__(cls)
 
     def __init__(self, **values: Any) -> None:
         with _plan_errors(type(self)):

@@ -28,7 +28,7 @@ from zgraph.build.planned_step import Inputs, split_inputs
 from zgraph.capture.capture import find_loss
 from zgraph.codegen.executable import Executable
 from zgraph.codegen.instrumented import Run, Stopwatch, Timed
-from zgraph.errors import PlanError
+from zgraph.errors import PlanError, refuse_unless
 from zgraph.machine.link_benchmark import measure_link
 from zgraph.machine.operator_times import Sample, operator_table, samples, short, slowest_samples
 from zgraph.passes.analysis.costs import Costs, Hardware, Link, bytes_of, hardware_like
@@ -64,6 +64,10 @@ def calibrate(
     the same record, and rank 0 writes it to `path` as JSON. Raises what `compile` and `train_step` do, and `PlanError` if
     the file can't be written, and for a plan with a pipeline (a step without stages has the same operators).
     """
+    counted = isinstance(steps, int) and steps > 0
+    refuse_unless(counted, "zgraph.calibrate(steps=…)", steps, "a number of steps, 1 or more")
+    a_path = path is None or isinstance(path, str | os.PathLike)
+    refuse_unless(a_path, "zgraph.calibrate(path=…)", path, "the path of a file or None")
     plan = plan_of(plan).model_copy(update={"hardware": None, "elastic": None, "micro_batches": 1})
     plan.refuse_pipeline(
         dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1")), "calibration"

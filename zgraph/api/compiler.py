@@ -25,7 +25,7 @@ from zgraph.capture.learned_sizes import refuse_unknown_arguments
 from zgraph.capture.refuse_inputs import refuse_state
 from zgraph.capture.replaced_forward import unbound
 from zgraph.codegen import debug_mode
-from zgraph.errors import MeshError, ModelError
+from zgraph.errors import MeshError, ModelError, refuse_no_function, refuse_unless
 from zgraph.machine.measured_costs import agreed_costs, at_disk_rate
 from zgraph.parameters.layout import planned_layout
 from zgraph.parameters.mixed_precision import check, overflow_error, prepare, too_large_for
@@ -87,7 +87,7 @@ def compile(
     working. Hooks of parameters stay: they are called with the reduced gradient of each backward, a `DTensor`.
     """
     debug_mode.wanted()  # (an invalid value of the debug mode is refused now)
-    _refuse_compiled(model)
+    _refuse_arguments(model, loss_fn, mesh)
     refuse_other_engines()
     free_dropped_models()
     plan = plan_of(plan)
@@ -128,8 +128,11 @@ class _Agreed:
     seed: int  # for parameters on the meta device
 
 
-def _refuse_compiled(model: nn.Module) -> None:
-    """Raise `ModelError` for an object that is not a module, is compiled already, or contains a compiled module."""
+def _refuse_arguments(model: nn.Module, loss_fn: Callable[..., Any] | None, mesh: DeviceMesh | None) -> None:
+    """Raise `ModelError` for an object that is not a module, is compiled already, or contains a compiled module; and
+    `ArgumentError` for others of a wrong type."""
+    refuse_no_function("zgraph.compile(loss_fn=…)", loss_fn)
+    refuse_unless(mesh is None or isinstance(mesh, DeviceMesh), "zgraph.compile(mesh=…)", mesh, "a DeviceMesh or None")
     if not isinstance(model, nn.Module):
         raise ModelError(f"zgraph.compile takes an nn.Module, not {type(model).__name__}")
     if is_compiled(model):

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from zgraph.api.gathered_weights import bytes_of, ranks_of, ready
+from zgraph.errors import refuse_unless
 from zgraph.parameters.whole_tensors import BUCKET, Wanted, gathered
 from zgraph.torch_compat.dtensors import local_of
 
@@ -33,6 +34,11 @@ def full_state_dict(
     all; the others get empty dicts. `device`: where the tensors are put. Buffers are this rank's own. Gathers take at most
     `max_bytes`, or one tensor's bytes if it is larger. All ranks must call it.
     """
+    states = optimizer is None or callable(getattr(optimizer, "state_dict", None))
+    refuse_unless(states, "zgraph.full_state_dict(optimizer=…)", optimizer, "an optimizer or None")
+    refuse_unless(
+        isinstance(device, str | torch.device), "zgraph.full_state_dict(device=…)", device, 'a device, such as "cpu"'
+    )
     runtime = ready(model, "a whole state dict")
     chosen = ranks_of(runtime, ranks)
     runtime.everyone.vote("a whole state dict", f"{chosen} {optimizer is not None} {max_bytes}")

@@ -13,7 +13,7 @@ from torch import nn
 
 from zgraph.api.gathered_weights import bytes_of, handle_of, ranks_of, ready
 from zgraph.checkpoint.write_pretrained import dtype_of
-from zgraph.errors import ModelError, PlanError
+from zgraph.errors import ModelError, PlanError, refuse_no_bool
 from zgraph.parameters.reused_memory import ReusedMemory
 from zgraph.parameters.whole_tensors import BUCKET, Wanted, gathered
 from zgraph.program.tolerance import same_bits
@@ -50,6 +50,8 @@ def full_weights(
     steps and checkpoints of the model raise `StepError`. Raises `UnsupportedError` for a model in stages.
     """
     handle = handle_of(model)
+    refuse_no_bool("zgraph.full_weights(by_block=…)", by_block)
+    refuse_no_bool("zgraph.full_weights(write=…)", write)
     if handle.whole is not None:
         yield model
         return

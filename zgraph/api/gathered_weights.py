@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import nn
 
-from zgraph.errors import ModelError, PlanError, UnsupportedError
+from zgraph.errors import ModelError, PlanError, UnsupportedError, refuse_unless
 from zgraph.plan.communication import parse_bytes
 from zgraph.runtime.compiled_models import is_compiled
 
@@ -55,6 +55,8 @@ def ranks_of(runtime: Runtime, ranks: Collection[int] | None) -> list[int] | Non
     """
     if ranks is None:
         return None
+    whole = isinstance(ranks, Collection) and all(isinstance(rank, int) for rank in ranks)
+    refuse_unless(whole, "ranks=…", ranks, "a list of ranks' numbers, or None", hint="ranks=[0], say")
     world = dist.get_world_size() if runtime.everyone.ranks else 1
     chosen = sorted(set(ranks))
     if not chosen or not set(chosen) <= set(range(world)):

@@ -31,7 +31,7 @@ from zgraph.checkpoint.loading import load
 from zgraph.checkpoint.pretrained import is_pretrained
 from zgraph.checkpoint.saving import Saver
 from zgraph.checkpoint.write_pretrained import publish
-from zgraph.errors import ModelError, StepError
+from zgraph.errors import ModelError, StepError, refuse_no_bool, refuse_unless
 from zgraph.inspection.explain import Explanation, explain
 from zgraph.inspection.inspection import Inspection
 from zgraph.inspection.make_inspection import of_runtime
@@ -356,6 +356,7 @@ class Handle(Compiled):
         weights that require no gradient; loading then keeps the model's own. All ranks must call it. Raises
         `CheckpointError` if it can't be written (the run can continue), `StepError` while gradients wait for `step()`.
         """
+        _refuse_no_folder(dir)
         return self.saver.save(
             self.runtime, Path(dir).absolute(), tag, client_state, async_=async_, keep_last=keep_last, frozen=frozen
         )
@@ -381,6 +382,10 @@ class Handle(Compiled):
         its present ones if the checkpoint has none for it. All ranks must call it. Raises `CheckpointError` for a checkpoint
         that is damaged, another model's or another optimizer's; then nothing was changed.
         """
+        _refuse_no_folder(dir)
+        refuse_no_bool("load_checkpoint(strict=…)", strict)
+        objects = client_state is None or isinstance(client_state, dict)
+        refuse_unless(objects, "load_checkpoint(client_state=…)", client_state, "a dict of objects or None")
         self.saver.wait()
         return load(
             self.runtime,
@@ -722,3 +727,7 @@ def _refuse_pickle(protocol: int) -> Callable[..., Any]:
         why="its process groups and kernels belong to this process, and its run time to one model",
         hint="copy.deepcopy(model) is a compiled copy; to store it save model.state_dict(), and compile the model again after loading",
     )
+
+
+def _refuse_no_folder(dir: Any) -> None:
+    refuse_unless(isinstance(dir, str | PathLike), "a checkpoint's dir", dir, "the path of a folder")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from zgraph.codegen import kernels
-from zgraph.errors import UnsupportedError
+from zgraph.errors import UnsupportedError, refuse_unless
 from zgraph.plan.attention import Sparsity
 from zgraph.program.attention_dropout import SEEDS
 from zgraph.program.sparse_attention import SPARSE, layout_text
@@ -33,6 +33,13 @@ def sparse_attention(
     `UnsupportedError` on other devices, and on CUDA for what its kernels do not serve, `PlanError` for a layout or a mask function that does not
     fit.
     """
+    refuse_unless(
+        isinstance(sparsity, Sparsity),
+        "zgraph.sparse_attention(sparsity=…)",
+        sparsity,
+        "a sparsity",
+        hint="zgraph.SlidingWindow(), say",
+    )
     if query.device.type not in ("cpu", "cuda"):
         raise UnsupportedError(
             f"sparse attention on {query.device.type}",

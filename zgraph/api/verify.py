@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from zgraph.api.compiled_training import compare_training
 from zgraph.build.planned_step import Inputs
+from zgraph.errors import refuse_no_bool, refuse_no_function, refuse_unless
 from zgraph.plan.plan import Plan, plan_of
 from zgraph.plan.wire import Wire
 from zgraph.program.tolerance import Difference
@@ -122,6 +124,7 @@ def verify(
     for `wire`; and what capture and passes raise (see `zgraph.compile`).
     """
     plan = plan_of(plan)
+    _refuse_others(model, loss_fn, compiled)
     if compiled:
         run, differences = compare_training(model, plan, world, inputs, loss_fn)
         return Verification(world, run, tuple(differences), compiled=True)
@@ -136,6 +139,13 @@ def verify(
         with virtual_step(model, plan, world, inputs, loss_fn) as virtual:
             run, differences = virtual.plan, differences + _sent(virtual)
     return Verification(world, run, tuple(differences))
+
+
+def _refuse_others(model: Any, loss_fn: Any, compiled: Any) -> None:
+    """Raise `ArgumentError` for arguments of wrong types."""
+    refuse_unless(isinstance(model, nn.Module), "zgraph.verify(model=…)", model, "an nn.Module")
+    refuse_no_function("zgraph.verify(loss_fn=…)", loss_fn)
+    refuse_no_bool("zgraph.verify(compiled=…)", compiled)
 
 
 def _sent(virtual: VirtualStep) -> list[Difference]:

@@ -28,12 +28,12 @@ from zgraph.capture.replaced_forward import signature_of, unbound
 from zgraph.capture.symbolic_capture import SymbolicSizes
 from zgraph.capture.tensor_parallel_layout import divided_layout
 from zgraph.capture.value_inputs import declared_values, with_values
-from zgraph.errors import ModelError, PlanError
+from zgraph.errors import ArgumentError, ModelError, PlanError, refuse_unless
 from zgraph.parameters.layout import planned_layout
 from zgraph.parameters.mixed_precision import check, prepare
 from zgraph.passes import History
 from zgraph.passes.analysis.costs import Costs
-from zgraph.plan.plan import Plan
+from zgraph.plan.plan import Plan, plan_of
 from zgraph.plan.shapes import sizes_in
 from zgraph.program.program import TENSOR_DIM, OutputRole, ParamSpec, Program
 from zgraph.torch_compat import inductor_code
@@ -48,7 +48,9 @@ def split_inputs(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (), inputs
     if isinstance(inputs, tuple):
         return inputs, {}
-    raise TypeError(f"inputs are a tuple of args or a dict of kwargs, not {type(inputs).__name__}")
+    raise ArgumentError(
+        f"inputs are a tuple of args or a dict of kwargs, not a value of type {type(inputs).__name__}", hint="(x,), say"
+    )
 
 
 def programs(model: nn.Module, plan: Plan, inputs: Inputs, world: int, costs: Costs | None = None) -> History:
@@ -59,7 +61,9 @@ def programs(model: nn.Module, plan: Plan, inputs: Inputs, world: int, costs: Co
     the same on every rank. Raises what `compile` does, except `LoweringError`: nothing is compiled, and the model is
     not changed.
     """
-    return planned_step(model, plan, inputs, world, costs).step.history()
+    refuse_unless(isinstance(model, nn.Module), "zgraph.programs(model=…)", model, "an nn.Module")
+    refuse_unless(costs is None or isinstance(costs, Costs), "zgraph.programs(costs=…)", costs, "a Costs or None")
+    return planned_step(model, plan_of(plan), inputs, world, costs).step.history()
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from zgraph.errors import CheckpointError, PlanError
 from zgraph.names import did_you_mean
 from zgraph.program.tolerance import bits
 from zgraph.ranks.agreement import Agreement
+from zgraph.record import short
 from zgraph.runtime.local_rounds import is_weight
 from zgraph.torch_compat.dtensors import local_of
 from zgraph.update.build_update import AHEAD, DERIVED, EMA, MASTER
@@ -83,8 +84,8 @@ def load(
 ) -> dict[str, Any]:
     """Load a checkpoint and return what the user added to it; see `zgraph.api.handle.Handle.load_checkpoint`.
     `partial`: tensors of a transformers model that the files lack stay as they are."""
-    if optimizer not in (True, False, "keep"):
-        raise PlanError(f"optimizer={optimizer!r} of load_checkpoint", hint='True, False or "keep"')
+    if not isinstance(optimizer, bool | str) or optimizer not in (True, False, "keep"):
+        raise PlanError(f"load_checkpoint knows no optimizer={short(optimizer)}", hint='True, False or "keep"')
     agreement = runtime.everyone
     agreement.vote("a checkpoint to load", f"{path} {tag} {fallback} {optimizer} {weights}")
     agreement.relax()  # (disks differ)

@@ -24,7 +24,7 @@ def remember(module: nn.Module) -> None:
 
 def is_compiled(module: nn.Module) -> bool:
     """Return whether exactly this module was compiled (not one that contains it, or that it contains)."""
-    return isinstance(module.__dict__.get("zgraph"), Compiled)
+    return isinstance(getattr(module, "__dict__", {}).get("zgraph"), Compiled)
 
 
 def owner_of(param: nn.Parameter) -> nn.Module | None:
