@@ -291,7 +291,61 @@ def a_scheduler_set_later(system, folder):
     return losses + trained(engine, [5]) + [engine.global_steps]
 
 
+def a_pipeline_that_reads_its_data(system, _folder):
+    """(DeepSpeed reads a pipeline's training data in its order, and shuffles that of other engines.)"""
+    system.module.init_distributed()
+    torch.manual_seed(0)
+    flat = [lambda x: torch.flatten(x, 1), nn.Linear(36, 16), nn.ReLU(), nn.Linear(16, 5)]
+    model = system.module.pipe.PipelineModule(
+        layers=[nn.Conv2d(3, 4, 3), nn.ReLU(), nn.MaxPool2d(2), *flat],
+        loss_fn=nn.CrossEntropyLoss(),
+        num_stages=dist.get_world_size(),
+    )
+    config = system.config(optimizer=ADAM, gradient_accumulation_steps=2)
+    data = [(torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(at)), at % 5) for at in range(24)]
+    engine, *_ = system.module.initialize(model=model, config=config, training_data=data)
+    losses = [engine.train_batch().item() for _ in range(8)]
+    losses.append(engine.eval_batch(iter(torch.utils.data.DataLoader(data, batch_size=2))).item())
+    return [*losses, engine.train_batch().item(), engine.global_steps, engine.global_samples]
+
+
+def fine_tuning_with_epochs(system, _folder):
+    """Groups with and without weight decay, a schedule of an optimizer object's, frozen weights, epochs, and a mean of evaluation losses."""
+    torch.manual_seed(0)
+    model = Net()
+    model.embedding.weight.requires_grad_(False)
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    plain = [p for n, p in named if "bias" in n or "norm" in n]
+    groups = [
+        {"params": [p for n, p in named if not any(p is other for other in plain)], "weight_decay": 0.1},
+        {"params": plain, "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 3))
+    config = system.config(gradient_accumulation_steps=2, gradient_clipping=1.0)
+    engine, _, _, schedule = system.module.initialize(
+        model=model, optimizer=optimizer, config=config, lr_scheduler=schedule, dist_init_required=True
+    )
+    found = []
+    for epoch in range(2):
+        engine.train()
+        for step in range(6):
+            loss = engine(*rows(6 * epoch + step))[0]
+            engine.backward(loss)
+            engine.step()
+            found += [loss.item(), schedule.get_last_lr()[0]]
+        engine.tput_timer.update_epoch_count()
+        engine.eval()
+        with torch.no_grad():
+            total = sum(engine(*rows(50 + step))[0].float() for step in range(3))
+        dist.all_reduce(total)
+        found.append(total.item())
+    return [*found, engine.tput_timer.epoch_count]
+
+
 SCRIPTS = [
+    a_pipeline_that_reads_its_data,
+    fine_tuning_with_epochs,
     accumulation_by_no_sync,
     a_checkpoint_without_a_tag,
     weights_alone,
@@ -309,6 +363,7 @@ SCRIPTS = [
 
 
 STAGES = {  # of DeepSpeed, where it does not refuse what a script says, or load nothing; 3 otherwise
+    a_pipeline_that_reads_its_data: 1,
     accumulation_by_no_sync: 1,
     weights_alone: 2,
 }
@@ -325,7 +380,7 @@ def compared(mine, theirs, script, stage, tmp_path):
         assert len(one) > 3 and one == pytest.approx(wanted, abs=2e-5, rel=1e-5)
 
 
-@sweep("script", SCRIPTS, quick=(1,))
+@sweep("script", SCRIPTS, quick=(3,))
 def test_a_script_of_a_post_gives_deepspeeds_numbers_on_two_ranks(two, deepspeeds, script, tmp_path):
     compared(two, deepspeeds, script, STAGES.get(script, 3), tmp_path)
 

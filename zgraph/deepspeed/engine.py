@@ -578,6 +578,10 @@ class DeepSpeedEngine(Checkpoints, Settings, Unsupported, Attributes):  # type: 
             reading=Reading(self.dataloader_drop_last(), pin_memory, num_local_io_workers or 0),  # type: ignore[attr-defined]
         )
 
+    def training_loader(self, dataset: Any) -> DeepSpeedDataLoader:
+        """Return the loader of `training_data`."""
+        return self.deepspeed_io(dataset)
+
     def set_data_post_process_func(self, post_process_func: Callable[..., Any]) -> None:
         """Set the function `post_process_func(micro_batch, {})` that changes each micro-batch of `training_data`."""
         if self.training_dataloader is not None:

@@ -112,7 +112,7 @@ def initialize(
     kind = PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine
     engine = kind(model, given_config, batch, training)
     if training_data is not None:
-        training.loader = engine.deepspeed_io(training_data)
+        training.loader = engine.training_loader(training_data)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
+from torch.utils.data import DistributedSampler, IterableDataset
 
 from zgraph.deepspeed.dataloader import DeepSpeedDataLoader, RepeatingLoader
 from zgraph.deepspeed.engine import DeepSpeedEngine
@@ -137,6 +138,13 @@ class PipelineEngine(DeepSpeedEngine):
         return mean
 
     # -- data -----------------------------------------------------------------------------------------------------------
+    def training_loader(self, dataset: Any) -> DeepSpeedDataLoader:
+        """Return the loader of `training_data`, whose rows come in the order of the data set, as DeepSpeed's pipelines read them."""
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+            return self.deepspeed_io(dataset)
+        sampler = DistributedSampler(dataset, num_replicas=self._batch.ranks, rank=self.data_rank(), shuffle=False)
+        return self.deepspeed_io(dataset, data_sampler=sampler)
+
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
         """Take micro-batches from an iterator from now on."""
         self._iterator = iterator

@@ -22,7 +22,7 @@ class ThroughputTimer:
     def __init__(self, steps_per_output: int | None, *, enabled: bool = True, synchronized: bool = True) -> None:
         self.steps_per_output = steps_per_output if enabled else None
         self.synchronized = synchronized
-        self.micro_step_count = self.global_step_count = 0
+        self.epoch_count = self.micro_step_count = self.global_step_count = 0
         self.step_elapsed_time = 0.0  # of the last step
         self._began: float | None = None
         self._rows = 0  # since the second step
@@ -31,6 +31,11 @@ class ThroughputTimer:
     def due(self, steps: int) -> bool:
         """Return whether the step of this number is logged."""
         return bool(self.steps_per_output) and steps % (self.steps_per_output or 1) == 0
+
+    def update_epoch_count(self) -> None:
+        """Count an epoch, which log lines name, and its micro-batches from zero on."""
+        self.epoch_count += 1
+        self.micro_step_count = 0
 
     def start(self) -> None:
         """Start the clock at a step's first micro-batch."""
@@ -64,6 +69,6 @@ class ThroughputTimer:
         gigabytes = [status[a] or status[b] for a, b in (("allocated", "resident"), ("max_allocated", "max_resident"))]
         now, most = (round(size / 1024**3, 2) for size in gigabytes)
         return (
-            f"epoch=0/micro_step={self.micro_step_count}/global_step={steps}, RunningAvgSamplesPerSec={self.avg_samples_per_sec()}, "
+            f"epoch={self.epoch_count}/micro_step={self.micro_step_count}/global_step={steps}, RunningAvgSamplesPerSec={self.avg_samples_per_sec()}, "
             f"CurrSamplesPerSec={rows / max(self.step_elapsed_time, 1e-12)}, MemAllocated={now}GB, MaxMemAllocated={most}GB"
         )
