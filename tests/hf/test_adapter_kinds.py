@@ -15,6 +15,7 @@ from trainers import ONE, as_launched, history, model_of, trainer_of
 import zgraph
 from zgraph.errors import ModelError, UnsupportedError
 from zgraph.hf.dora import capturable_dora
+from zgraph.hf.input_gradients import without_input_gradients
 from zgraph.hf.replaced_globals import restore
 
 peft = pytest.importorskip("peft")
@@ -141,3 +142,37 @@ def test_an_adapter_that_the_optimizer_has_not_is_refused_in_training(tmp_path: 
         trainer.model.set_adapter("other")
         with pytest.raises(ModelError, match=r"lora_A\.other\.weight is trained now, and was frozen"):
             trainer.train()
+
+
+@pytest.mark.parametrize("enabled_before", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_an_adapter_trains_with_layers_that_are_computed_again(tmp_path: Path, enabled_before: bool):
+    """(The embeddings are frozen, and transformers lets their output require gradients, TRL when its trainer is made.)"""
+    found = []
+    options = {"gradient_checkpointing": True, "eval_strategy": "no", "save_strategy": "no", "steps": 3}
+    for plan in (None, zgraph.Plan(backend="eager", zero=3)):
+        with as_launched():
+            trainer = trainer_of("llama", str(tmp_path / str(plan is None)), adapter="lora", lengths=ONE, **options)
+            if enabled_before:
+                trainer.model.enable_input_require_grads()
+            if plan is not None:
+                zgraph.hf.attach(trainer, plan)
+            found.append(run(trainer))
+    (plain, theirs), (mine, ours) = found
+    for one, other in zip(mine, plain, strict=True):
+        assert one == pytest.approx(other, rel=1e-5, abs=1e-6)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5)
+
+
+def test_hooks_are_as_they_were_where_a_model_is_not_attached():
+    model = adapted("embedding")
+    model.enable_input_require_grads()
+    embeddings = model.get_input_embeddings()
+    (hook,) = embeddings._forward_hooks.values()
+    restored = without_input_gradients(model)
+    assert hook not in embeddings._forward_hooks.values()
+    model.enable_input_require_grads()
+    assert len(embeddings._forward_hooks) == 1
+    restore(restored)
+    assert list(embeddings._forward_hooks.values()) == [hook]
+    model.disable_input_require_grads()
+    assert not embeddings._forward_hooks

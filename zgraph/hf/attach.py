@@ -13,6 +13,7 @@ from zgraph.api.compiler import compile
 from zgraph.hf.arguments import notes_on, refuse_arguments, refuse_trainer
 from zgraph.hf.dora import capturable_dora
 from zgraph.hf.fused_heads import capturable_heads
+from zgraph.hf.input_gradients import BeforeHook, without_input_gradients
 from zgraph.hf.loss_scaling import PlanScaler, loss_scale_of
 from zgraph.hf.optimizers import optimizer_of
 from zgraph.hf.plans import plan_of
@@ -65,10 +66,11 @@ def attach(
         scale = loss_scale_of(trainer.accelerator.scaler)  # type: ignore[attr-defined]
         chosen = chosen.model_copy(update={"precision": Precision(loss_scale=scale)})
     model: Any = trainer.model  # type: ignore[attr-defined]
-    replaced: list[Before] = []
+    replaced: list[Before | BeforeHook] = []
     try:
         replaced += capturable_dora(model)
         replaced += capturable_heads(model)
+        replaced += without_input_gradients(model)
         compile(model, chosen, dynamic=dynamic)
     except BaseException:
         restore(replaced)

@@ -6,7 +6,7 @@ import sys
 import types
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -67,7 +67,14 @@ def _globals_of(name: str, function: types.FunctionType, values: Mapping[str, An
         number += 1
 
 
-def restore(replaced: Iterable[Before]) -> None:
-    """Restore the attributes of all modules."""
+class Restorable(Protocol):
+    """What is known of something before it was replaced."""
+
+    def restore(self) -> None:
+        """Put it back."""
+
+
+def restore(replaced: Iterable[Restorable]) -> None:
+    """Restore all that was replaced."""
     for before in replaced:
         before.restore()
