@@ -16,7 +16,8 @@ import zgraph
 pytest.importorskip("trl")
 pytest.importorskip("datasets")
 
-from trl_trainers import trained
+from trainers import as_launched
+from trl_trainers import trained, trainer_of
 
 from zgraph.hf.fused_heads import LogProbabilities, capturable_heads
 
@@ -36,6 +37,8 @@ from zgraph.hf.fused_heads import LogProbabilities, capturable_heads
         ("sft", {"zero": 3}, None, {"padding_free": True, "max_length": None}),
         ("dpo", {"zero": 2}, "lora", {}),
         ("grpo", {"zero": 2}, "lora", {}),
+        ("dpo", {"zero": 3}, None, {"sync_ref_model": True, "ref_model_sync_steps": 2}),
+        ("sft", {"zero": 3}, "lora", {"gradient_checkpointing": True}),
     ],
 )
 def test_a_run_of_trl_is_that_of_ddp(
@@ -67,6 +70,31 @@ def test_the_head_has_the_numbers_of_trls(softcap, scale, temperature, bias):
     for theirs, ours in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     assert not any(value.requires_grad for value in found[1][2:5])
+
+
+def synced(folder: str, plan: dict[str, Any] | None) -> tuple[torch.Tensor, bool]:
+    """A reference model's first weight after it was moved towards the trained one, and whether that moved it."""
+    with as_launched():
+        trainer = trainer_of("dpo", folder, sync_ref_model=True, ref_model_sync_steps=2, ref_model_mixup_alpha=0.25)
+        if plan is not None:
+            zgraph.hf.attach(trainer, zgraph.Plan(backend="eager", **plan))
+        weight, found = next(trainer.ref_model.parameters()), []
+        for step in (1, 2):
+            trainer.state.global_step = step
+            before = weight.detach().clone()
+            with zgraph.full_weights(trainer.model, write=True) if plan is not None else torch.no_grad():
+                next(trainer.model.parameters()).data.add_(1.0)
+            trainer.callback_handler.on_step_end(trainer.args, trainer.state, trainer.control)
+            found.append(not torch.equal(before, weight))
+        assert found == [False, True]
+        return weight.detach().clone(), found[1]
+
+
+@pytest.mark.gloo
+def test_a_reference_model_follows_the_trained_one(two: Ranks, tmp_path: Path):
+    expected, _ = synced(str(tmp_path / "plain"), None)
+    for weight, moved in two.run(synced, str(tmp_path / "mine"), {"zero": 3}):
+        assert moved and torch.equal(weight, expected)
 
 
 class Head(nn.Module):

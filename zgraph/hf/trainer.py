@@ -14,6 +14,7 @@ import torch
 from zgraph.api.peft_adapters import FILE, is_adapted, load_adapter
 from zgraph.hf.optimizers import refuse_unfrozen
 from zgraph.hf.schedules import scheduler_for
+from zgraph.hf.synced_references import sync_with_whole_weights
 from zgraph.hf.vllm_weights import stream_to_vllm
 
 FOLDER = "zgraph"
@@ -52,6 +53,7 @@ class Attached:
         self.is_distributed_loading_by_transformers = True
         self.model._is_accelerate_prepared = True  # (accelerate would also apply autocast, which is done below)
         stream_to_vllm(self)
+        sync_with_whole_weights(self)
         self.create_optimizer()
 
     def create_optimizer(self, model: Any = None) -> Any:
