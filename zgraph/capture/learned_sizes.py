@@ -150,7 +150,9 @@ class Signature:
         parts = "".join(parts).split(VALUE)
         parts[1::2] = numbers
         parts = "".join(parts).split(CONSTANT)
-        parts[1::2] = values
+        parts[1::2] = [
+            values[int(mark.partition(" ")[0])] for mark in parts[1::2]
+        ]  # (an input given twice has two marks)
         return "".join(parts)
 
 
