@@ -6,7 +6,8 @@
 
 The same model, data and link for all, on two ranks with a core and a thread each, in one run. zgraph's ZeRO-2 and ZeRO-3 are
 calibrated; `zgraph-itself` is ZeRO-3 as it comes, `zgraph-adapted` with `adapt = "once"`, `zgraph-sheet` with `hardware = "default"`;
-`zgraph-bf16`, `-int8` and `-int4` are ZeRO-3 with `wire`. A rate is in Gbit/s, 0 is
+`zgraph-bf16`, `-int8` and `-int4` are ZeRO-3 with `wire`, `zgraph-auto` with formats that it chooses for each rate; `ddp_fp16`,
+`ddp_powersgd` and `ddp_noop` are DDP with torch's communication hooks. A rate is in Gbit/s, 0 is
 unlimited; a variant may be named by how its name begins. Each variant has two processes of its own, which build it once
 and sleep while others are measured. A round goes through all variants, in another order each time, and through all
 rates of one before the next: a noisy minute hits one round, and not all of a rate's. A measurement beside which others used the
@@ -52,6 +53,9 @@ NAMES = (
     "local-compiled",
     "ddp-eager",
     "ddp-compiled",
+    "ddp_fp16-eager",
+    "ddp_powersgd-eager",
+    "ddp_noop-eager",
     "fully_shard-eager",
     "fully_shard-compiled",
     "fsdp_async-eager",
@@ -65,6 +69,7 @@ NAMES = (
     "zgraph-bf16",
     "zgraph-int8",
     "zgraph-int4",
+    "zgraph-auto",
 )
 BUILD_LIMIT, MEASURE_LIMIT = 1800.0, 900.0  # seconds
 

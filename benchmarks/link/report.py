@@ -16,7 +16,10 @@ from typing import Any
 Result = dict[str, Any]
 TOLERANCE = 1e-4  # relative, of losses
 WIRE_TOLERANCE = 0.05  # of those that send values in few bits
-WIRE = ("zgraph-bf16", "zgraph-int8", "zgraph-int4")
+WIRE = (
+    *("zgraph-bf16", "zgraph-int8", "zgraph-int4", "zgraph-auto"),
+    *("ddp_fp16-eager", "ddp_powersgd-eager", "ddp_noop-eager"),  # (the last sends nothing at all)
+)
 HEADER = (
     "variant",
     "step",

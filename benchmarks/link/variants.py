@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -76,6 +77,25 @@ def ddp(model: gpt.GPT, batch: Batch, compiled: bool) -> Contender:
     if compiled:
         wrapped.compile(dynamic=False)
     return _trained(wrapped, batch, list(model.parameters()))
+
+
+def ddp_hook(name: str) -> Callable[[gpt.GPT, Batch, bool], Contender]:
+    """DDP with one of torch's communication hooks: "fp16", "powersgd" (of rank 1, from the third step on), or "noop", which sends nothing."""
+
+    def build(model: gpt.GPT, batch: Batch, compiled: bool) -> Contender:
+        from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks, powerSGD_hook
+
+        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        if name == "powersgd":
+            os.environ["ZLINK_CALLBACKS_APART"] = "1"
+            state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+            wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        else:
+            hook = default_hooks.fp16_compress_hook if name == "fp16" else debugging_hooks.noop_hook
+            wrapped.register_comm_hook(None, hook)
+        return _trained(wrapped, batch, list(model.parameters()))
+
+    return build
 
 
 def _sharded(model: gpt.GPT, compiled: bool) -> None:
@@ -175,6 +195,15 @@ def zgraph_zero(stage: int, **wire: str) -> Callable[[gpt.GPT, Batch, bool], Con
     return build
 
 
+def zgraph_auto(model: gpt.GPT, batch: Batch, compiled: bool) -> Contender:
+    """ZeRO-3 that chooses the formats of what it sends, for each rate."""
+    import zgraph
+
+    plan = zgraph.Plan(zero=3, optimizer=zgraph.SGD(lr=LR), wire={"auto": True, "max_error": 0.02})
+    trained = zgraph.compile(model, plan)
+    return Contender(lambda: trained.train_step(*batch), trained, _AtRates(trained, lambda rate: plan))
+
+
 def zgraph_itself(hardware: str | None, adapt: str = "off") -> Callable[[gpt.GPT, Batch, bool], Contender]:
     """ZeRO-3 of who calls `compile` and nothing else, at each rate, with `adapt` once what becomes of the schedule is known; or by the costs
     of data sheets, which know of no rate."""
@@ -259,6 +288,9 @@ BUILDERS: dict[str, tuple[Callable[[gpt.GPT, Batch, bool], Contender], bool]] = 
     "local-compiled": (local, True),
     "ddp-eager": (ddp, False),
     "ddp-compiled": (ddp, True),
+    "ddp_fp16-eager": (ddp_hook("fp16"), False),
+    "ddp_powersgd-eager": (ddp_hook("powersgd"), False),
+    "ddp_noop-eager": (ddp_hook("noop"), False),
     "fully_shard-eager": (fsdp, False),
     "fully_shard-compiled": (fsdp, True),
     "fsdp_async-eager": (fsdp_async, False),
@@ -272,6 +304,7 @@ BUILDERS: dict[str, tuple[Callable[[gpt.GPT, Batch, bool], Contender], bool]] = 
     "zgraph-bf16": (zgraph_zero(3, gather="bf16", reduce="bf16"), True),
     "zgraph-int8": (zgraph_zero(3, gather="int8", reduce="int8"), True),
     "zgraph-int4": (zgraph_zero(3, gather="int4", reduce="int4"), True),
+    "zgraph-auto": (zgraph_auto, True),
 }
 
 
