@@ -72,13 +72,16 @@ def refuse_unbounded(plan: Plan, sizes: Sizes) -> None:
     if plan.memory_budget is None or not names:
         return
     shown = ", ".join(map(repr, names))
+    declarable = [size.name for size in sizes.every if size.name in names and not size.elements]
     error = SizeError(
         f"size {shown} has no maximum, and memory_budget is set"
         if len(names) == 1
         else f"sizes {shown} have no maximum, and memory_budget is set",
         where="memory_budget",
         why="a step is to fit at the largest sizes, and nothing says how large these will be",
-        hint=f'declare one: zgraph.Size("{names[0]}", max=…) in place of "{names[0]}" in dynamic, or shapes="static"',
+        hint=f'declare one: zgraph.Size("{declarable[0]}", max=…) in place of "{declarable[0]}" in dynamic, or shapes="static"'
+        if declarable
+        else "bound it in the model (a table of positions), or leave memory_budget out",
     )
     error.sizes = names
     raise error

@@ -245,7 +245,8 @@ class StepProgram:
 
         It is static, saves what was decided under the memory budget, and communicates in this program's order.
         """
-        captured = self.captured.at(point).renamed(f"{self.name}.{'_'.join(f'{n}{size}' for n, size in point.items())}")
+        sizes = "_".join(f"{n}{'_' * n[-1].isdigit()}{point[n]}" for n in self.captured.sizes.needed)
+        captured = self.captured.at(point).renamed(f"{self.name}.{sizes}")
         order = lambda variant: order_of(self.history(variant).program)  # noqa: E731
         context = replace(self.context, order=order, keeper=None)
         step = StepProgram(captured, context, pattern=self.pattern, from_start=self.from_start)

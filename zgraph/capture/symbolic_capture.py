@@ -322,7 +322,7 @@ def with_own_sizes(program: Program, traced: Sequence[TracedSize], declared: Sym
         )
     own = {port.name for port in program.inputs if port.role is InputRole.SIZE}
     tables = table_bounds(program.graph, symbols_of)
-    every = tuple(_known_size(t, env, declared, tables.get(t.name)) for t in traced)
+    every = _with_bounds(tuple(_known_size(t, env, declared, tables.get(t.name)) for t in traced), traced, env)
     own_sizes = Sizes(tuple(s for s in every if s.name in own), (), tuple(s for s in every if s.name not in own))
     if not own_sizes:  # (the model decides by elements of inputs, and computes nothing with them)
         program.sizes = replace(own_sizes, guards=tuple(dict.fromkeys(asked)))
@@ -338,6 +338,23 @@ def with_own_sizes(program: Program, traced: Sequence[TracedSize], declared: Sym
     new_program.sizes = replace(own_sizes, guards=tuple(reversed(by_condition.values())))
     sizes.seal(new_program)
     return new_program
+
+
+def _with_bounds(every: tuple[ProgramSize, ...], traced: Sequence[TracedSize], env: Any) -> tuple[ProgramSize, ...]:
+    """Return sizes with those that are products of others, or other arithmetic on them, as large as these may make
+    them."""
+    by_name = {size.name: size for size in every}
+    for size in (size for size in every if len(size.factors) > 1):
+        factors = [by_name[name] for name in size.factors]
+        most = [factor.high for factor in factors if factor.high is not None]
+        if len(most) == len(factors) and (size.high is None or math.prod(most) < size.high):
+            by_name[size.name] = replace(size, high=math.prod(most), where=factors[0].where)
+    ranges = {t.symbol: (by_name[t.name].low, by_name[t.name].high) for t in traced}
+    for one in traced:
+        most_rows = symbols.upper_bound(env, one.symbol, ranges)
+        if by_name[one.name].high is None and most_rows is not None:
+            by_name[one.name] = replace(by_name[one.name], high=most_rows)
+    return tuple(by_name[size.name] for size in every)
 
 
 def _known_size(traced: TracedSize, env: Any, declared: SymbolicSizes, table: TableBound | None) -> ProgramSize:

@@ -141,7 +141,7 @@ class Inspection:
             if not known:
                 ways[name] = way
                 continue
-            point = {**known.typical, **{n: size for n, size in sizes.items() if n in known.names}}
+            point = known.point({n: size for n, size in sizes.items() if n in known.names})
             if not known.hold(point):
                 condition, where = known.broken(point)
                 raise TargetError(f"program {name} is not for these sizes", where=where, why=f"it is for {condition}")

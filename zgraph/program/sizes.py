@@ -111,12 +111,33 @@ class Sizes:
     @property
     def largest(self) -> dict[str, int]:
         """The point at which decisions about memory are made."""
-        return {s.name: s.typical if s.high is None else s.high for s in self.every}
+        most = {s.name: s.typical if s.high is None else s.high for s in self.every if len(s.factors) < 2}
+        return {s.name: s.at(most) if s.high is None else s.high for s in self.every}
 
     def point(self, given: Mapping[str, int]) -> dict[str, int]:
-        """Return all sizes, by name, where some are given: others are products of these, or typical."""
+        """Return all sizes, by name, where some are given: others are arithmetic on these, or typical. (A product that is
+        given, and is not that of its factors, is no point at which a program holds: see `hold`.)"""
         point = {s.name: s.typical for s in self.every if len(s.factors) < 2} | dict(given)
+        for name, value in self._equal.items():
+            if name not in given:
+                point[name] = int(value(*(s.at(point) for s in self.every)))
         return {s.name: s.at(point) for s in self.every}
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """The names of the sizes that decide all: without products of others, and those that guards make arithmetic on
+        others."""
+        return tuple(s.name for s in self.every if len(s.factors) < 2 and s.name not in self._equal)
+
+    @functools.cached_property
+    def _equal(self) -> dict[str, Callable[..., Any]]:
+        """The sizes that guards make arithmetic on others (rows of all images), as functions of all sizes in order."""
+        sums = {}
+        for guard in self.guards:
+            name, equal, arithmetic = guard.condition.partition(" == ")
+            if equal and name in self.names and name not in arithmetic and name not in sums:
+                sums[name] = symbols.evaluator(arithmetic, self.names)
+        return {s.name: sums[s.name] for s in self.tied if s.name in sums and not s.elements}
 
     def of_call(self, flat: Any) -> dict[str, int]:
         """Return the sizes of a call by name, from its flat inputs."""
@@ -129,8 +150,14 @@ class Sizes:
     @functools.cached_property
     def _hold(self) -> Callable[..., bool]:
         conditions = [f"{s.low} <= {s.name}" + (f" <= {s.high}" if s.high is not None else "") for s in self.every]
-        conditions += [f"({g.condition})" for g in self.guards]
+        conditions += [f"({g.condition})" for g in (*self._products, *self.guards)]
         return symbols.evaluator(" and ".join(conditions), self.names)
+
+    @functools.cached_property
+    def _products(self) -> tuple[SizeGuard, ...]:
+        """What holds of products of sizes, in each call by itself."""
+        products = [s for s in self.every if len(s.factors) > 1 and set(s.factors) <= set(self.names)]
+        return tuple(SizeGuard(f"{s.name} == {' * '.join(s.factors)}") for s in products)
 
     def hold(self, point: Mapping[str, int]) -> bool:
         """Return whether a program with these sizes holds at a point."""
@@ -142,7 +169,7 @@ class Sizes:
             if not s.low <= s.at(point) <= (s.high if s.high is not None else s.at(point)):
                 return f"{s.name} is {s.range}", s.where
         values = [s.at(point) for s in self.every]
-        for guard in self.guards:
+        for guard in (*self._products, *self.guards):
             if not symbols.evaluator(guard.condition, self.names)(*values):
                 return guard.condition, guard.where
         return "", None

@@ -203,7 +203,9 @@ class CallSizes:
         elements = self.open_elements & gone
         if elements and (told or gone & declared or not family.presumed(gone)):
             self._give_up_elements(elements, error, refused)
-            return True
+            gone = told - elements  # (sizes without a maximum beside a budget: all at once)
+            if not gone:
+                return True
         logger.info("%s can't differ from call to call in one program: %s", ", ".join(sorted(gone)), error)
         # (In a program for other sizes they can be symbols. One of 2 * seq + 1 is a number where seq is one.)
         if refused is not None or (gone <= near and self._alike):

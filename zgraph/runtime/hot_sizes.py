@@ -87,13 +87,14 @@ class HotSizes:
         sizes: Sizes = step.captured.sizes
         if not given.keys() <= set(sizes.names):  # (a size of 1 is a number in programs)
             return None
-        why = ", ".join(f"{s.name} is not said" for s in sizes.every if s.name not in given and len(s.factors) < 2)
-        if not why and not sizes.hold(given):
-            why = f"the program holds where {sizes.broken(given)[0]}"
+        why = ", ".join(f"{name} is not said" for name in sizes.needed if name not in given)
+        point = sizes.point(given)
+        if not why and not sizes.hold(point):
+            why = f"the program holds where {sizes.broken(point)[0]}"
         if why and self.rank.everyone.first():
             shown = ", ".join(f"{n}={size}" for n, size in given.items())
             logger.warning("shapes.hot: %s has no program of its own for %s: %s", step.name, shown, why)
-        return None if why else sizes.point(given)
+        return None if why else point
 
     def _add(self, step: StepProgram, point: dict[str, int]) -> None:
         rank = self.rank

@@ -216,6 +216,15 @@ def _upper(expr: Any, ranges: frozenset[tuple[Any, int, int]]) -> int:
     return int(bound_sympy(expr, {symbol: ValueRanges(low, high) for symbol, low, high in ranges}).upper)
 
 
+def upper_bound(env: Any, symbol: Symbol, ranges: Mapping[Symbol, tuple[int, int | None]]) -> int | None:
+    """Return the largest number of a symbol that is arithmetic on others, which have these ranges; None of any other."""
+    expr = env.replace(symbol)
+    known = {s: (low, high) for s, (low, high) in ranges.items() if high is not None}
+    if expr == symbol or expr.is_number or not expr.free_symbols <= known.keys():
+        return None
+    return _upper(expr, frozenset((s, *known[s]) for s in expr.free_symbols))
+
+
 FIRST_STAND_IN = 2**40  # (no size is as large)
 
 
