@@ -428,13 +428,14 @@ def main() -> None:
     text = table(found)
     print(text)
     if args.write:
+        _, heading, batches = RESULT.read_text().partition("\n## ")  # (the runs of tests/support/lengths_campaign.py)
         load = ", ".join(f"{x:.1f}" for x in os.getloadavg())
         RESULT.write_text(
             "# One program for every length\n\n"
             f"`OMP_NUM_THREADS=1 python benchmarks/lengths.py {' '.join(sys.argv[1:])}`: a Llama of {args.layers} layers, width 256, "
             f"vocabulary 1,000, {ROWS} rows of {LENGTH} tokens (the peak: of {MAX}; the Trainer: 4 rows of 5 to 120), one process, ZeRO 0, Inductor. "
             "Seconds of the processor.\n\n"
-            f"{text}\n\nConditions: {machine.conditions()}, load average {load} at the end; the machine was shared.\n"
+            f"{text}\n\nConditions: {machine.conditions()}, load average {load} at the end; the machine was shared.\n{heading}{batches}"
         )
 
 

@@ -4,7 +4,8 @@
 
 (That of images and words has 2 or 3 images of any size.)
 Each rank has other sizes in each step; plain PyTorch computes all of them in one process.
-A row of docs/features/lengths.md's table is printed for each run.
+A row of docs/features/lengths.md's table is printed for each run; `--write` puts it into benchmarks/results/lengths.md as well, in place of the
+one of such a run before.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import copy
 import ctypes
+import datetime
 import gc
 import itertools
 import random
@@ -29,6 +31,9 @@ sys.path[:0] = [p for p in (str(HERE), str(HERE.parent / "runtime")) if p not in
 
 import zgraph  # noqa: E402
 
+RESULT = HERE.parent.parent / "benchmarks" / "results" / "lengths.md"
+HEADING = "## Random batches"
+COLUMNS = "| model | ranks | ZeRO | backend | batches | loss | gradient | training programs | grown by | day |"
 # oneDNN keeps what it makes for each shape of a product, up to 1,024 shapes, also for plain PyTorch: a process grows by it until then.
 NO_SHAPES_KEPT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "1"}
 MODELS = ("llama", "gpt2", "bert", "t5", "vit", "whisper", "qwen2_vl")
@@ -114,6 +119,19 @@ def _difference(model: nn.Module, plain: nn.Module) -> float:
     return max(float((a - b).norm()) / (float(b.norm()) + 0.03 * every) for a, b in pairs)
 
 
+def recorded(text: str, row: str) -> str:
+    """The text of the results' page with this row, in place of that of a run of the same model, ranks, ZeRO stage and backend."""
+    before, _, below = text.partition(HEADING)
+    run = row.split("|")[:5]
+    rows = [line for line in below.splitlines() if line.startswith("| ") and line.split("|")[:5] != run]
+    rows = sorted({*rows, row} - {COLUMNS})
+    told = (
+        "Each line is of `python tests/support/lengths_campaign.py MODEL --batches N --ranks R --zero Z --backend B --write`: the largest relative "
+        "differences from plain PyTorch, and what a process grew by from the middle of the run to its end."
+    )
+    return "\n".join([before.rstrip(), "", HEADING, "", told, "", COLUMNS, "|" + "---|" * 10, *rows, ""])
+
+
 def main() -> None:
     from ranks import Ranks
 
@@ -124,8 +142,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="*", default=[1])
     parser.add_argument("--zero", type=int, nargs="*", default=[0])
     parser.add_argument("--backend", default="eager")
+    parser.add_argument("--write", action="store_true", help=f"write {RESULT.name}")
     asked = parser.parse_args()
-    print("| model | ranks | ZeRO | backend | batches | loss | gradient | training programs | grown by |", flush=True)
+    print(COLUMNS, flush=True)
     for name, number, zero in itertools.product(asked.models, asked.ranks, asked.zero):
         import lengths_campaign  # (ranks find it by its name)
 
@@ -133,10 +152,11 @@ def main() -> None:
             every = ranks.run(lengths_campaign.run, name, zero, asked.backend, asked.batches, limit=7200)
         loss, gradient, grown = (max(getattr(f, what) for f in every) for what in ("loss", "gradient", "grown"))
         programs = len(every[0].programs)
-        print(
-            f"| {name} | {number} | {zero} | {asked.backend} | {asked.batches} | {loss:.0e} | {gradient:.0e} | {programs} | {grown / 1e6:.1f} MB |",
-            flush=True,
-        )
+        numbers = f"{loss:.0e} | {gradient:.0e} | {programs} | {grown / 1e6:.1f} MB | {datetime.date.today()}"
+        row = f"| {name} | {number} | {zero} | {asked.backend} | {asked.batches} | {numbers} |"
+        print(row, flush=True)
+        if asked.write:
+            RESULT.write_text(recorded(RESULT.read_text(), row))
 
 
 if __name__ == "__main__":
