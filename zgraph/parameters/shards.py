@@ -60,6 +60,8 @@ class Shards:
     elsewhere: frozenset[str] = frozenset()  # parameters of other stages, on the meta device
     # the module's parameters, as they were last looked up
     _params: dict[str, nn.Parameter] = field(default_factory=dict)
+    # of each DTensor among them: its shard, and the storage of its outside (see `_refuse_assigned`)
+    _outsides: dict[str, tuple[torch.Tensor, torch.UntypedStorage]] = field(default_factory=dict)
     _updates: dict[str, int] = field(default_factory=dict)  # how often programs have written each parameter
     _tier_addresses: dict[str, int] = field(
         default_factory=dict
@@ -95,6 +97,7 @@ class Shards:
                 ),
                 hint="change the model first, then compile it",
             )
+        self._refuse_assigned()
         changed = [(n, *forms) for n, p in self._params.items() if (forms := self._other_form(self.specs[n], p))]
         if changed:
             name, now, then = changed[0]
@@ -104,6 +107,24 @@ class Shards:
                 hint="change the model first, then compile it; load_state_dict without assign=True casts to what the model has",
             )
         return now_registered
+
+    def _refuse_assigned(self) -> None:
+        """Raise `ModelError` for a divided parameter whose `.data` was assigned: torch changes the DTensor's outside then, and not the
+        shard that programs read. (Each DTensor has a storage of its own, without memory, which an assignment replaces.)"""
+        if self.mesh is None:
+            return
+        for name, param in self._params.items():
+            if not isinstance(param, DTensor):
+                continue
+            shard, storage, known = param._local_tensor, param.untyped_storage(), self._outsides.get(name)
+            if known is None or known[0] is not shard:  # (module.to() gives a parameter another shard and outside)
+                self._outsides[name] = shard, storage
+            elif known[1]._cdata != storage._cdata:
+                raise ModelError(
+                    f"{name}.data was assigned, which does not change a divided weight",
+                    why="the weight is a DTensor, and its shard stays as it was",
+                    hint="under torch.no_grad(): weight.copy_(value), or weight.mul_(0.9).add_(other, alpha=0.1)",
+                )
 
     def look_up(self) -> Registered:
         """Look up the module's parameters, and return what the module has registered."""
