@@ -142,7 +142,7 @@ class PipelineEngine(DeepSpeedEngine):
         """Return the loader of `training_data`, whose rows come in the order of the data set, as DeepSpeed's pipelines read them."""
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             return self.deepspeed_io(dataset)
-        sampler = DistributedSampler(dataset, num_replicas=self._batch.ranks, rank=self.data_rank(), shuffle=False)
+        sampler: Any = DistributedSampler(dataset, num_replicas=self._batch.ranks, rank=self.data_rank(), shuffle=False)
         return self.deepspeed_io(dataset, data_sampler=sampler)
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
