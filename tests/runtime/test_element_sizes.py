@@ -428,6 +428,7 @@ def test_inductor_takes_them():
     assert len(mine.zgraph.programs) == 1
 
 
+@pytest.mark.slow
 def test_a_program_of_elements_is_written_and_read_back():
     mine, plain = pair()
     assert same(mine, plain, call((1, 4, 6), (1, 8, 10)))

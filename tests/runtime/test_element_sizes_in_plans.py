@@ -88,6 +88,7 @@ def test_a_budget_holds_for_the_largest_images():
     assert max(sum(at.values()) for at in memory_of(program)) >= max(peaks) == peaks[0]
 
 
+@pytest.mark.slow
 def test_images_without_a_largest_size_are_constants_beside_a_budget(caplog):
     mine, plain = pair(memory_budget="1MiB")
     with caplog.at_level(logging.WARNING, "zgraph"):

@@ -111,6 +111,7 @@ class Windows(Grids):
         return {"loss": (rows.sin() * weights[:, None]).square().mean(), "view": grid.view(-1)}
 
 
+@pytest.mark.slow
 def test_what_masks_select_of_known_values_is_known():
     mine, plain = pair(Windows)
     for grids in ([[2, 3], [3, 2]], [[4, 4], [3, 5]], [[2, 3], [3, 2]]):

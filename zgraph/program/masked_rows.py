@@ -15,7 +15,8 @@ from zgraph.program.ops import library
 
 
 def _masked_rows(x: torch.Tensor, mask: torch.Tensor, dim: int, rows: int) -> torch.Tensor:
-    selected = x[(*[slice(None)] * dim, mask)].contiguous()
+    at: list[slice | torch.Tensor] = [slice(None)] * dim + [mask]
+    selected = x[tuple(at)].contiguous()
     if selected.shape[dim] != rows:
         raise StepError(
             f"a mask selects {selected.shape[dim]} rows, and what they are to be combined with has {rows}",

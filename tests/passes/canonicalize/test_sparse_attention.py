@@ -135,6 +135,7 @@ def test_inductor_gives_the_same():
     assert len(compiled.zgraph.runtime.entries) == 1
 
 
+@pytest.mark.slow
 def test_one_program_serves_all_lengths():
     plan = zgraph.Plan(backend="eager", attention={"*": zgraph.BigBird(block=16)})
     plain = net(padded=True, causal=False)

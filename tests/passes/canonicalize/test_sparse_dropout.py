@@ -156,7 +156,7 @@ def test_multihead_attention_of_torch(weights):
     assert result.ok, result
 
 
-@pytest.mark.parametrize("model", ["called", "written"])
+@pytest.mark.parametrize("model", ["called", pytest.param("written", marks=pytest.mark.slow)])
 def test_one_program_serves_all_lengths(model):
     plan = zgraph.Plan(backend="eager", attention=LAYOUTS["alike"], shapes="dynamic")
     plain = MODELS[model]()
@@ -265,6 +265,6 @@ def two_ranks(backend: str, mesh: dict[str, int]) -> float:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("dim", ["tp", "cp"])
+@pytest.mark.parametrize("dim", ["tp", pytest.param("cp", marks=pytest.mark.slow)])
 def test_two_ranks_train_as_one_process(two: Ranks, dim):
     assert max(two.run(two_ranks, "eager", {dim: 2})) < BOUND

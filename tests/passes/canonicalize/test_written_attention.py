@@ -208,6 +208,7 @@ def test_compiled_code_is_compared_as_well():
     assert result.ok, result
 
 
+@pytest.mark.slow
 def test_other_lengths_have_one_program():
     plan = zgraph.Plan(backend="eager", attention={"*": zgraph.LocalWindow(block=8)}, shapes="dynamic")
     plain = net(padded)
