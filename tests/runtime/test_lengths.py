@@ -472,6 +472,26 @@ def test_a_model_of_images_and_words_has_one_program_for_each_number_of_images()
     assert len(mine.zgraph.programs) == 2
 
 
+@pytest.mark.slow
+def test_images_that_are_added_to_words_after_each_layer_have_one_program():
+    t = pytest.importorskip("transformers")
+    text = {
+        "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
+        "head_dim": 16, "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}, "use_cache": False,
+        "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    vision = {
+        "depth": 2, "hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 24, "num_heads": 2, "patch_size": 4, "temporal_patch_size": 2,
+        "spatial_merge_size": 2, "num_position_embeddings": 49, "deepstack_visual_indexes": [0],
+    }  # fmt: skip
+    tokens = {f"{name}_token_id": 3 + at for at, name in enumerate(("image", "video", "vision_start", "vision_end"))}
+    plain = t.Qwen3VLForConditionalGeneration(t.Qwen3VLConfig(text_config=text, vision_config=vision, **tokens))
+    mine = zgraph.compile(copy.deepcopy(plain), zgraph.Plan(backend="eager"))
+    for length, *sizes in ((20, (4, 4), (4, 6)), (30, (4, 4), (8, 4)), (33, (6, 10), (4, 4))):
+        assert difference(mine, plain, images_and_words(plain, length, sizes)) < 1e-6
+    assert len(mine.zgraph.programs) == 1
+
+
 def _batch(name: str, rows: int, length: int) -> dict[str, object]:
     draw = torch.Generator().manual_seed(1000 * rows + length)
     if name == "vit":

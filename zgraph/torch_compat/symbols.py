@@ -139,9 +139,18 @@ def solve_unknown(env: Any) -> None:
             times = difference.coeff(symbol)
             equal = env.replace(symbol - times * difference)
             if times in (1, -1) and not free_unbacked_symbols(equal):
-                env.var_to_range[symbol] = ValueRanges(-int_oo, int_oo)
-                env.size_like.discard(symbol)
-                env._set_replacement(symbol, equal, "assumed")
+                _replace(env, symbol, equal)
+    for symbol, same in list(env.replacements.items()):
+        equal = env.replace(same)
+        if equal != same and free_unbacked_symbols(symbol) and not free_unbacked_symbols(equal):
+            _replace(env, symbol, equal)
+
+
+def _replace(env: Any, symbol: Symbol, equal: Any) -> None:
+    """Let a symbol be an expression, whatever is known of how large both may be."""
+    env.var_to_range[symbol] = ValueRanges(-int_oo, int_oo)
+    env.size_like.discard(symbol)
+    env._set_replacement(symbol, equal, "assumed")
 
 
 def _measures(value: Any) -> Iterable[Any]:
