@@ -9,7 +9,7 @@ import pytest
 import torch
 from ranks import Ranks
 from torch import nn
-from trainers import ONE, VARYING, as_launched, trained
+from trainers import ONE, VARYING, Rows, as_launched, collator, history, model_of, tokenizer, trained
 
 import zgraph
 
@@ -139,3 +139,38 @@ def test_a_trainer_of_trl(two: Ranks, tmp_path: Path, kind: str, zero: int, adap
     for other, one in zip(*found, strict=True):
         equal(one, other)
     print(f"largest difference {difference(found[1][0], found[0][0]):.1e}")
+
+
+def generating(folder: str, plan: dict[str, Any] | None) -> Any:
+    """What a Seq2SeqTrainer that evaluates by generation logs, what it predicts, and how many programs there are."""
+    import transformers
+
+    def metrics(found: Any) -> dict[str, float]:
+        return {"rows": len(found.predictions), "sum": float(found.predictions.clip(min=0).sum())}
+
+    arguments = transformers.Seq2SeqTrainingArguments(
+        folder, max_steps=STEPS, per_device_train_batch_size=2, per_device_eval_batch_size=2, eval_strategy="steps",
+        eval_steps=HALF, save_strategy="no", logging_steps=1, learning_rate=RATE, report_to=[], use_cpu=True,
+        disable_tqdm=True, predict_with_generate=True,
+    )  # fmt: skip
+    rows = Rows("t5", 28, VARYING), Rows("t5", 9, VARYING)
+    with as_launched():
+        trainer = transformers.Seq2SeqTrainer(
+            model_of("t5"), arguments, collator("t5"), *rows, processing_class=tokenizer(), compute_metrics=metrics
+        )
+        if plan is not None:
+            zgraph.hf.attach(trainer, zgraph.Plan(backend="eager", **plan))
+        trainer.train()
+        predictions = torch.as_tensor(trainer.predict(rows[1]).predictions)
+        return history(trainer), predictions, len(trainer.model.zgraph.programs) if plan is not None else 0
+
+
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_a_seq2seq_trainer_that_generates(two: Ranks, tmp_path: Path, zero: int):
+    plain = two.run(generating, str(tmp_path / "plain"), None)
+    mine = two.run(generating, str(tmp_path / "mine"), {"zero": zero})
+    for (one, tokens, programs), (other, expected, _) in zip(mine, plain, strict=True):
+        equal(one, other)
+        assert torch.equal(tokens, expected)
+        # Training and evaluation: the first sizes, all sizes, a single row; labels of other lengths. None for generated tokens.
+        assert programs <= 6
