@@ -26,7 +26,7 @@ from zgraph.errors import UnsupportedError
 from zgraph.program.lazy_program import text_of
 from zgraph.program.program import Program
 from zgraph.torch_compat import inductor_code, process_groups
-from zgraph.torch_compat.kernel_files import Place
+from zgraph.torch_compat.kernel_files import Place, inductor_folder
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class CodeCache:
         paths = []
         for path in sorted({place.path for place in code.record.places}):
             try:
-                data = (Path(inductor_code.inductor_folder()) / path).read_bytes()
+                data = (Path(inductor_folder()) / path).read_bytes()
             except OSError as error:
                 logger.debug("code is not kept: %s", error)
                 self.store.usage.refuse(f"code of {self.words['program']} is not kept for later processes: {error}")
@@ -136,7 +136,7 @@ class CodeCache:
 
     def _put_there(self, path: str, total: str) -> bool:
         """Write a library into Inductor's folder unless the same bytes are there; return whether it is in place."""
-        there = Path(inductor_code.inductor_folder()) / path
+        there = Path(inductor_folder()) / path
         try:
             if hashlib.sha256(there.read_bytes()).hexdigest() == total:
                 return True

@@ -13,7 +13,7 @@ from torch import nn
 import zgraph
 from zgraph.cache.store import SUFFIX, Store
 from zgraph.capture.capture import Trace
-from zgraph.torch_compat import inductor_code
+from zgraph.torch_compat import inductor_code, kernel_files
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_code_is_taken_with_its_libraries_whatever_lies_in_inductors_folder(cach
     compiled = []
     function = inductor_code.compile_with_inductor
     monkeypatch.setattr(inductor_code, "compile_with_inductor", lambda *a, **k: compiled.append(1) or function(*a, **k))
-    folder = Path(inductor_code.inductor_folder())
+    folder = Path(kernel_files.inductor_folder())
     bound = 0.716253  # (no other test's kernels hold it: tests that run beside this one write to the folder as well)
 
     def found():

@@ -92,6 +92,16 @@ def run(trainer: Any) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     }
 
 
+def equal(
+    plain: tuple[list[dict[str, float]], dict[str, torch.Tensor]],
+    mine: tuple[list[dict[str, float]], dict[str, torch.Tensor]],
+) -> None:
+    """What `run` returned of a plain trainer and of an attached one."""
+    for one, other in zip(mine[0], plain[0], strict=True):
+        assert one == pytest.approx(other, rel=1e-5, abs=1e-6)
+    torch.testing.assert_close(mine[1], plain[1], rtol=1e-4, atol=2e-5)
+
+
 @pytest.mark.slow
 def test_of_several_adapters_the_active_one_trains_and_others_stay(tmp_path: Path):
     found = []
@@ -104,10 +114,7 @@ def test_of_several_adapters_the_active_one_trains_and_others_stay(tmp_path: Pat
             if plan is not None:
                 zgraph.hf.attach(trainer, plan)
             found.append(run(trainer))
-    (plain, theirs), (mine, ours) = found
-    for one, other in zip(mine, plain, strict=True):
-        assert one == pytest.approx(other, rel=1e-5, abs=1e-6)
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5)
+    equal(*found)
 
 
 @pytest.mark.slow
@@ -157,10 +164,7 @@ def test_an_adapter_trains_with_layers_that_are_computed_again(tmp_path: Path, e
             if plan is not None:
                 zgraph.hf.attach(trainer, plan)
             found.append(run(trainer))
-    (plain, theirs), (mine, ours) = found
-    for one, other in zip(mine, plain, strict=True):
-        assert one == pytest.approx(other, rel=1e-5, abs=1e-6)
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5)
+    equal(*found)
 
 
 def test_hooks_are_as_they_were_where_a_model_is_not_attached():

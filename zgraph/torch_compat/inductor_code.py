@@ -474,13 +474,6 @@ def constants_of(compiled: Any) -> dict[str, torch.Tensor]:
     return dict(getattr(compiled, "constants", None) or {})
 
 
-def inductor_folder() -> str:
-    """Return Inductor's cache folder."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    return cache_dir()
-
-
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
     """Add a text to what TORCH_TRACE collects, for tlparse; without TORCH_TRACE the text is not made."""
     torch._logging.trace_structured(  # type: ignore[attr-defined]

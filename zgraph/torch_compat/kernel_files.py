@@ -71,7 +71,7 @@ class Waiting:
                 "the C++ kernels of a program can't be compiled",
                 why=f"{type(error).__name__}: {error}",
                 hint="see that a C++ compiler runs here (g++, or what CXX names), and that there is room in"
-                f' {_folder()}; backend="eager" needs none',
+                f' {inductor_folder()}; backend="eager" needs none',
             ) from error
         for scope in self._scopes:
             scope.update({n: functions[v] for n, v in scope.items() if isinstance(v, KernelSource)})
@@ -109,7 +109,7 @@ def compile_kernels(scope: dict[str, Any], places: Sequence[Place]) -> None:
     """Put functions in the place of the kernels in the scope of loaded code: those of `places` that are there now, others
     when they are compiled (see `kernels_together`)."""
     for place in places:
-        path = os.path.join(_folder(), place.path)
+        path = os.path.join(inductor_folder(), place.path)
         if isinstance(scope.get(place.kernel), KernelSource) and os.path.exists(path):
             scope[place.kernel] = getattr(_module(path), place.function)
     if any(isinstance(value, KernelSource) for value in scope.values()):
@@ -119,7 +119,7 @@ def compile_kernels(scope: dict[str, Any], places: Sequence[Place]) -> None:
 
 def places_of(scope: Mapping[str, Any]) -> tuple[Place, ...] | None:
     """Return where the compiled C++ kernels of a scope are; None where one is outside of Inductor's cache folder."""
-    folder = os.path.realpath(_folder())
+    folder = os.path.realpath(inductor_folder())
     places = []
     for name, value in scope.items():
         of = getattr(getattr(value, "__self__", None), "__file__", None)
@@ -164,7 +164,7 @@ def _settings() -> str:
     """Return what compiled kernels depend on besides their source: Inductor's settings, and where it puts them."""
     from torch._inductor import config
 
-    return f"{config.get_hash().hex()} {_folder()}"
+    return f"{config.get_hash().hex()} {inductor_folder()}"
 
 
 _FORM = re.compile(
@@ -303,7 +303,8 @@ def _module(path: str) -> Any:
     return CppPythonBindingsCodeCache._load_library(path, os.path.basename(path).split(".")[0])
 
 
-def _folder() -> str:
+def inductor_folder() -> str:
+    """Return Inductor's cache folder."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return cache_dir()
