@@ -17,12 +17,13 @@ the compilers that it starts: other load on the machine changes them less than t
               captured, forward and backward, the median of several sizes each
     trainer   transformers' Trainer with 10 steps of texts of 5 to 120 words, and an evaluation: after a run to warm up, compiled / plain
 
-`--write` puts the table, with date and conditions, into benchmarks/results/lengths.md.
+`--write` puts the rows, with day and commit, into the table of benchmarks/results/lengths.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import gc
 import json
 import os
@@ -388,13 +389,23 @@ def shown(part: str, found: dict[str, Any]) -> str:
     )
 
 
-def table(found: dict[str, dict[str, Any]]) -> str:
-    lines = ["| measured | goal, at most | found | | of |", "|---|---:|---:|---|---|"]
-    for part, result in found.items():
-        what, goal = GOALS[part]
-        verdict = "met" if result["ratio"] <= goal else "missed"
-        lines.append(f"| {what} | {goal} | {result['ratio']:.3f} | {verdict} | {shown(part, result)} |")
-    return "\n".join(lines)
+def row_of(part: str, result: dict[str, Any], commit: str) -> str:
+    what, goal = GOALS[part]
+    verdict = "met" if result["ratio"] <= goal else "missed"
+    of, day = shown(part, result), datetime.date.today()
+    return f"| {what} | {goal} | {result['ratio']:.3f} | {verdict} | {of} | {day}, {commit} |"
+
+
+def table(rows: Sequence[str]) -> str:
+    return "\n".join(
+        ["| measured | goal, at most | found | | of | when, at which commit |", "|---|---:|---:|---|---|---|", *rows]
+    )
+
+
+def merged(text: str, rows: Sequence[str]) -> list[str]:
+    """The rows of the results' page with these, in place of those of the same parts, in the order of the parts."""
+    by_name = {row.split("|")[1].strip(): row for row in [*text.splitlines(), *rows] if row.startswith("| ")}
+    return [by_name[what] for what, _ in GOALS.values() if what in by_name]
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
@@ -420,22 +431,25 @@ def main() -> None:
         part, *more = args.one
         print(json.dumps(compile_one(args.layers, *more) if part == "compile" else PARTS[part](args)))
         return
-    found = {}
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
         for part in args.parts:
-            found[part] = measured(part, args.layers, args.pairs, folder)
-            print(table({part: found[part]}).splitlines()[-1], flush=True)
-    text = table(found)
-    print(text)
+            rows.append(row_of(part, measured(part, args.layers, args.pairs, folder), machine.commit()))
+            print(rows[-1], flush=True)
+    print(table(rows))
     if args.write:
-        _, heading, batches = RESULT.read_text().partition("\n## ")  # (the runs of tests/support/lengths_campaign.py)
+        table_before, heading, batches = RESULT.read_text().partition(
+            "\n## "
+        )  # (the runs of tests/support/lengths_campaign.py)
         load = ", ".join(f"{x:.1f}" for x in os.getloadavg())
         RESULT.write_text(
             "# One program for every length\n\n"
-            f"`OMP_NUM_THREADS=1 python benchmarks/lengths.py {' '.join(sys.argv[1:])}`: a Llama of {args.layers} layers, width 256, "
+            f"`OMP_NUM_THREADS=1 python benchmarks/lengths.py --write`: a Llama of {args.layers} layers, width 256, "
             f"vocabulary 1,000, {ROWS} rows of {LENGTH} tokens (the peak: of {MAX}; the Trainer: 4 rows of 5 to 120), one process, ZeRO 0, Inductor. "
-            "Seconds of the processor.\n\n"
-            f"{text}\n\nConditions: {machine.conditions()}, load average {load} at the end; the machine was shared.\n{heading}{batches}"
+            "Seconds of the processor. `--parts` measures some of them, and leaves the others' rows as they are.\n\n"
+            f"{table(merged(table_before, rows))}\n\n"
+            f"Conditions of the latest run ({', '.join(args.parts)}): {machine.conditions()}, load average {load} at the end; "
+            f"the machine was shared.\n{heading}{batches}"
         )
 
 

@@ -6,7 +6,10 @@ import datetime
 import importlib.metadata
 import os
 import platform
+import subprocess
 from pathlib import Path
+
+_SOURCES = (":/", ":(top,exclude)benchmarks/results", ":(top,exclude)docs")
 
 
 def processor() -> str:
@@ -22,3 +25,16 @@ def conditions() -> str:
         f"{datetime.datetime.now():%Y-%m-%d %H:%M}, {processor()}, {os.cpu_count()} cores, "
         f"torch {importlib.metadata.version('torch')}, Python {platform.python_version()}"
     )
+
+
+def commit() -> str:
+    """The commit that is checked out, with "+" where its sources differ from it."""
+    folder = Path(__file__).parent
+    name, changes = (
+        subprocess.run(["git", *command], cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
+        for command in (
+            ["rev-parse", "--short", "HEAD"],
+            ["status", "--porcelain", "--untracked-files=no", "--", *_SOURCES],
+        )
+    )
+    return f"{name}+" if changes else name

@@ -139,3 +139,32 @@ def test_ranks_have_other_lengths(two, zero):
 def test_verify_compares_them_with_the_plain_model():
     found = zgraph.verify(Stacked(), zgraph.Plan(zero=3, backend="eager"), 2, batch(4, 7), compiled=True)
     assert found.ok, str(found)
+
+
+def trained_in_parts(fields: dict[str, object]) -> tuple[float, int]:
+    """(how far weights are from plain PyTorch's after steps, the programs) where ranks compute one batch together."""
+    mine, plain = pair(optimizer=zgraph.SGD(lr=0.1), **fields)
+    for rows, length in ((4, 7), (4, 9), (6, 5)):
+        mine.train_step(**batch(rows, length))
+        plain(**batch(rows, length)).backward()
+        for p in plain.parameters():
+            p.data -= 0.1 * p.grad
+            p.grad = None
+    weights = zip(mine.parameters(), plain.parameters(), strict=True)
+    whole = [(a.full_tensor() if isinstance(a, DTensor) else a, b) for a, b in weights if a.device.type != "meta"]
+    return max(float((a - b).detach().abs().max()) for a, b in whole), len(mine.zgraph.programs)
+
+
+DIVIDED = [
+    {"mesh": {"tp": 2}, "tensor_parallel": "auto"},
+    {"mesh": {"tp": 2}, "tensor_parallel": "auto", "zero": 3, "sequence_parallel": True, "recompute": "full"},
+    {"mesh": {"pp": 2}, "micro_batches": 2},
+]
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", DIVIDED, ids=["tp", "tp with all", "pp"])
+def test_ranks_that_divide_a_model_select_from_whole_values(two, fields):
+    for worst, programs in two.run(trained_in_parts, fields):
+        assert worst < TOLERANCE and programs == 2

@@ -45,6 +45,29 @@ def test_named_sizes_have_static_programs_that_their_calls_run(caplog):
     assert "train0.batch2_seq7" in str(mine.zgraph.report())
 
 
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        ({"batch": 3, "sek": 12}, "did you mean 'seq'"),
+        ({"batch": 3, "word_1": 12}, "the known ones are batch, seq, ids_0, labels_0"),
+    ],
+)
+def test_a_name_that_no_size_can_have_is_refused(named, said):
+    with pytest.raises(PlanError, match=said) as found:
+        pair(Placed, shapes={"hot": [named]})
+    assert found.value.where == "shapes.hot" and "no size can be named" in found.value.what
+    pair(Placed, shapes={"hot": [{"batch": 3, "labels_1": 12}]})
+
+
+def test_a_name_that_no_program_has_is_told_once(caplog):
+    mine, plain = pair(Placed, shapes={"hot": [{"batch": 3, "seq": 12, "labels_1": 12}, {"batch": 3, "seq": 12}]})
+    for rows, length in ((3, 12), (2, 7), (1, 9), (3, 12)):
+        assert difference(mine, plain, batch(rows, length)) == 0.0
+    (told,) = [r.getMessage() for r in caplog.records if "has no size" in r.getMessage()]
+    assert "train1 has no size 'labels_1'" in told and "batch, seq" in told
+    assert "train1.batch3_seq12" in mine.zgraph.programs
+
+
 def test_fractions_of_sizes_are_numbers_at_a_point():
     plan = zgraph.Plan(backend="inductor", dynamic={"input": {0: "rows"}})
     program = captured_program(nn.BatchNorm1d(3), plan, (torch.randn(6, 3),), 1).at({"rows": 5})

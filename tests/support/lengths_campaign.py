@@ -27,13 +27,17 @@ import torch.distributed as dist
 from torch import nn
 
 HERE = Path(__file__).parent
-sys.path[:0] = [p for p in (str(HERE), str(HERE.parent / "runtime")) if p not in sys.path]
+sys.path[:0] = [
+    p for p in (str(HERE), str(HERE.parent / "runtime"), str(HERE.parents[1] / "benchmarks")) if p not in sys.path
+]
+
+import machine  # noqa: E402
 
 import zgraph  # noqa: E402
 
 RESULT = HERE.parent.parent / "benchmarks" / "results" / "lengths.md"
 HEADING = "## Random batches"
-COLUMNS = "| model | ranks | ZeRO | backend | batches | loss | gradient | training programs | grown by | day |"
+COLUMNS = "| model | ranks | ZeRO | backend | batches | loss | gradient | training programs | grown by | when, at which commit |"
 # oneDNN keeps what it makes for each shape of a product, up to 1,024 shapes, also for plain PyTorch: a process grows by it until then.
 NO_SHAPES_KEPT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "1"}
 MODELS = ("llama", "gpt2", "bert", "t5", "vit", "whisper", "qwen2_vl")
@@ -152,7 +156,7 @@ def main() -> None:
             every = ranks.run(lengths_campaign.run, name, zero, asked.backend, asked.batches, limit=7200)
         loss, gradient, grown = (max(getattr(f, what) for f in every) for what in ("loss", "gradient", "grown"))
         programs = len(every[0].programs)
-        numbers = f"{loss:.0e} | {gradient:.0e} | {programs} | {grown / 1e6:.1f} MB | {datetime.date.today()}"
+        numbers = f"{loss:.0e} | {gradient:.0e} | {programs} | {grown / 1e6:.1f} MB | {datetime.date.today()}, {machine.commit()}"
         row = f"| {name} | {number} | {zero} | {asked.backend} | {asked.batches} | {numbers} |"
         print(row, flush=True)
         if asked.write:

@@ -21,7 +21,7 @@ from zgraph.build.planned_step import Inputs, device_of, split_inputs
 from zgraph.build.resolve_auto_offload import placed
 from zgraph.build.unmatched_patterns import refuse_unmatched
 from zgraph.capture.former_storages import refuse_shared_memory
-from zgraph.capture.learned_sizes import refuse_unknown_arguments
+from zgraph.capture.learned_sizes import refuse_unknown_arguments, refuse_unknown_sizes
 from zgraph.capture.refuse_inputs import refuse_state
 from zgraph.capture.replaced_forward import unbound
 from zgraph.codegen import debug_mode
@@ -34,7 +34,7 @@ from zgraph.parameters.shard_module import shard
 from zgraph.parameters.tensor_bits import fingerprint
 from zgraph.plan.lr_schedules import TorchSchedule
 from zgraph.plan.plan import MESH_DIMENSIONS, Plan, plan_of
-from zgraph.plan.shapes import Size, buckets_of
+from zgraph.plan.shapes import Size, buckets_of, hot_names
 from zgraph.program.program import STAGE_DIM, TENSOR_DIM, ParamSpec
 from zgraph.ranks.agreement import Agreement
 from zgraph.runtime.compiled_models import free_dropped_models, is_compiled
@@ -94,9 +94,7 @@ def compile(
     if dynamic is not None:
         plan = plan.model_copy(update={"dynamic": dynamic})
     forward = unbound(model, model.forward)
-    refuse_unknown_arguments(plan.dynamic, forward, "dynamic")
-    if (buckets := buckets_of(plan)) is not None:
-        refuse_unknown_arguments(buckets.pad, forward, "shapes.pad")
+    _refuse_unknown_names(plan, forward)
     agreed = _agree(model, plan, mesh)
     _refuse_unfit(model, agreed)
     if agreed.sizes.get(STAGE_DIM, 1) > 1 or agreed.sizes.get(TENSOR_DIM, 1) > 1:
@@ -113,6 +111,14 @@ def compile(
     if inputs is not None:
         runtime.compile_for(*split_inputs(inputs))
     return model
+
+
+def _refuse_unknown_names(plan: Plan, forward: Callable[..., Any]) -> None:
+    """Raise `PlanError` for names of inputs, or of their sizes, that calls of forward can't have."""
+    refuse_unknown_arguments(plan.dynamic, forward, "dynamic")
+    if (buckets := buckets_of(plan)) is not None:
+        refuse_unknown_arguments(buckets.pad, forward, "shapes.pad")
+    refuse_unknown_sizes(hot_names(plan), plan.dynamic, forward, "shapes.hot")
 
 
 @dataclass(frozen=True, eq=False)

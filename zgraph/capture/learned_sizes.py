@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -647,4 +647,23 @@ def refuse_unknown_arguments(named: Mapping[str, object], forward: Callable[...,
         if re.split(r"[.\[]", name)[0] not in known:
             raise PlanError(
                 f"forward has no argument {name!r}", where=f"{where}.{name}", hint=did_you_mean(name, known)
+            )
+
+
+def refuse_unknown_sizes(
+    named: Iterable[str], dynamic: Mapping[str, Any], forward: Callable[..., Any], where: str
+) -> None:
+    """Raise `PlanError` for a name, in a field of the plan, that no size of a call can have: neither a declared one nor
+    one that `Family` invents."""
+    parameters = list(signature_of(forward).parameters.values())[1:]
+    inputs = "|".join(r"\w+" if p.kind is p.VAR_KEYWORD else re.escape(p.name) for p in parameters)
+    of_input = re.compile(rf"(?:{inputs})\w*_\d+(?:_by_\d+)?_*")
+    simple = [*declared(dict(dynamic)), "batch", "seq"]
+    for name in named:
+        if name not in simple and not of_input.fullmatch(name):
+            raise PlanError(
+                f"no size can be named {name!r}",
+                where=where,
+                why="sizes have the names that dynamic declares, batch, seq, or those of an input and of one of its dimensions or elements",
+                hint=did_you_mean(name, [*simple, *(f"{p.name}_0" for p in parameters)]),
             )

@@ -218,3 +218,10 @@ def buckets_of(plan: Any) -> Buckets | None:
 def hot_of(plan: Any) -> Hot | None:
     """Return which sizes of a plan have static programs of their own as well, or None where none have."""
     return plan.shapes if isinstance(plan.shapes, Hot) else None
+
+
+def hot_names(plan: Any) -> tuple[str, ...]:
+    """Return the names of the sizes for which a plan asks for static programs of their own."""
+    hot = hot_of(plan)
+    points = hot.hot if hot is not None and not isinstance(hot.hot, int) else ()
+    return tuple(dict.fromkeys(name for point in points for name in point))

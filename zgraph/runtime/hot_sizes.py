@@ -14,6 +14,7 @@ from typing import Any
 
 from zgraph.build.programs_of_one_step import add_hot
 from zgraph.build.step_program import Entry, StepProgram
+from zgraph.names import did_you_mean
 from zgraph.plan.shapes import hot_of
 from zgraph.program.sizes import Sizes
 from zgraph.runtime.rank import Rank
@@ -36,11 +37,14 @@ class HotSizes:
         self.asked = hot.hot if hot is not None else ()
         self._make = make
         self._counts: dict[str, Counter[Point]] = {}  # calls by their sizes, for each program that serves several
+        self._names: set[str] = set()  # the sizes of all programs so far
+        self._told: set[str] = set()  # those that the plan names, no program had so far, and the user was told of
         self._calls = 0
         self._look = FIRST_LOOK
 
     def made(self, step: StepProgram) -> None:
         """Compile a new program's variants for the sizes that the plan names. All ranks must call it."""
+        self._names.update(step.captured.sizes.names)
         if not step.captured.sizes or isinstance(self.asked, int):
             return
         for given in self.asked:
@@ -85,7 +89,8 @@ class HotSizes:
         program does not take them.
         """
         sizes: Sizes = step.captured.sizes
-        if not given.keys() <= set(sizes.names):  # (a size of 1 is a number in programs)
+        if not given.keys() <= set(sizes.names):
+            self._tell_unknown(step, given)
             return None
         why = ", ".join(f"{name} is not said" for name in sizes.needed if name not in given)
         point = sizes.point(given)
@@ -95,6 +100,21 @@ class HotSizes:
             shown = ", ".join(f"{n}={size}" for n, size in given.items())
             logger.warning("shapes.hot: %s has no program of its own for %s: %s", step.name, shown, why)
         return None if why else point
+
+    def _tell_unknown(self, step: StepProgram, given: Mapping[str, int]) -> None:
+        """Warn of sizes that the plan names and that no program had so far. (Where another program has one it is 1, and a
+        number, in this one.)
+        """
+        sizes = step.captured.sizes.needed
+        for name in sorted(given.keys() - self._names - self._told):
+            self._told.add(name)
+            if self.rank.everyone.first():
+                logger.warning(
+                    "shapes.hot: %s has no size %r (one that was equal to another in every call so far has the name of that one); %s",
+                    step.name,
+                    name,
+                    did_you_mean(name, sizes),
+                )
 
     def _add(self, step: StepProgram, point: dict[str, int]) -> None:
         rank = self.rank
