@@ -1,5 +1,6 @@
 """DeepSpeed and zgraph's front door, side by side on two ranks: losses, norms, loss scales, learning rates and skipped steps of 10 steps."""
 
+import contextlib
 import importlib
 import importlib.util
 
@@ -52,9 +53,16 @@ def _scale_of(optimizer):
     return float(scaling.cur_scale if scaling is not None else getattr(optimizer, "cur_scale", 1.0))
 
 
+def _unscaled(config):
+    """Whether DeepSpeed (0.19.8) does not scale the loss: `engine.backward` asks ZeRO's optimizers alone to, and that of stage 0 divides gradients by
+    the scale all the same. (Its norm is that of the scaled ones.)"""
+    return "fp16" in config and not config["zero_optimization"]["stage"]
+
+
 def curves(system, config, blown=()):
     """What an engine says at each of `STEPS` steps; at micro-batches of steps in `blown` the loss is infinite."""
     real = system == "deepspeed"
+    unscaled = real and _unscaled(config)
     module = deepspeed_scripts.ready() if real else importlib.import_module("zgraph.deepspeed")
     config = deepspeed_scripts.of_torch(config) if real else deepspeed_scripts.eager(config)
     torch.manual_seed(3)
@@ -67,16 +75,23 @@ def curves(system, config, blown=()):
             ids = torch.randint(24, (2, 6), generator=data)
             loss = nn.functional.cross_entropy(engine(ids).float().flatten(0, 1), ids.roll(-1, 1).flatten())
             found["loss"].append(loss.item())
-            engine.backward(loss * float("inf") if step in blown else loss)
+            scale = _scale_of(optimizer) if unscaled else 1.0
+            engine.backward(loss * (float("inf") if step in blown else scale))
             engine.step()
         norm = engine.get_global_grad_norm()
-        found["norm"].append(None if norm is None else float(norm))
+        found["norm"].append(None if norm is None else float(norm) / scale)
         found["scale"].append(_scale_of(optimizer))
         found["rate"] += engine.get_lr()
         found["skipped"].append(engine.skipped_steps)
         found["applied"].append(engine.was_step_applied())
     assert engine.global_steps == STEPS
     return found
+
+
+def curves_with_torchs_linear(system, config, blown=()):
+    """The same, where linear layers round as torch's do by either system. (DeepSpeed's stage 3 replaces them for the process.)"""
+    with deepspeed_scripts.torchs_linear() if system == "deepspeed" else contextlib.nullcontext():
+        return curves(system, config, blown)
 
 
 def hold(mine, theirs, low, blown=()):
@@ -144,6 +159,27 @@ def test_the_loss_scale_grows_and_shrinks_at_deepspeeds_steps(two, deepspeeds, s
     )
     assert mine[0]["scale"] == theirs[0]["scale"] and len(set(mine[0]["scale"])) > 3
     assert mine[0]["skipped"] == theirs[0]["skipped"]
+
+
+L2 = {"type": "Adam", "params": {"lr": 5e-3, "adam_w_mode": False, "weight_decay": 0.3}}
+DECAYED = [
+    ("bf16", L2, ()),
+    ("bf16", L2, (0, 1, 5)),
+    ("fp16", L2, (0,)),
+    ("fp16", {"type": "AdamW", "params": {"lr": 5e-3, "weight_decay": 0.3}}, (0, 1, 4)),
+    ("fp16", {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.2}}, ()),
+]
+
+
+@sweep("precision, optimizer, blown", DECAYED, quick={0})
+def test_stage_0_decays_once_before_the_first_step_that_is_not_skipped(two, deepspeeds, precision, optimizer, blown):
+    """(Within 1e-5, so that a decay that comes a forward too early is seen.)"""
+    config = configuration(0, 2, 1.0, precision, "warmup", optimizer)
+    mine, theirs = (
+        ranks.run(curves_with_torchs_linear, system, config, blown)
+        for ranks, system in ((two, "zgraph"), (deepspeeds, "deepspeed"))
+    )
+    hold(mine, theirs, False, blown)
 
 
 SWEEP = [

@@ -2,8 +2,8 @@
 
 DeepSpeed (0.19.8, `FP16_Optimizer` and `FP16_UnfusedOptimizer`) fills an optimizer's states by one step with gradients of zero, at the rates of
 its groups before a schedule sets them. After it Adam's count of updates is one ahead of its moments, so that the first updates are smaller, and
-weight decay has been applied once. An engine makes the same update, and its losses are DeepSpeed's. It counts nowhere else: not as a step, not
-for the loss scale.
+weight decay has been applied once, to the master weights alone: the low ones get it with the first step that is not skipped (`_Decayed`). An
+engine makes the same update, and its losses are DeepSpeed's. It counts nowhere else: not as a step, not for the loss scale.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ def update_of_zeros(handle: Handle, optimizer: Any) -> None:
                 param.grad = torch.zeros_like(param, dtype=param.grad_dtype or param.dtype)
         updater.make_states()
         scale = {name: value.clone() for name, value in updater.states.of_scale().items()}
+        before = {n: t.clone() for n, t in _weights(handle).items()} if any(_decays(g) for g in groups) else {}
         optimizer.step()
         updater.settle()
         updater.calls = 0
@@ -49,8 +50,64 @@ def update_of_zeros(handle: Handle, optimizer: Any) -> None:
             value.copy_(scale[name])
         for group, rate in zip(groups, scheduled, strict=True):
             group["lr"] = rate
+        if before:
+            _Decayed(handle, before).wait_for_a_step()
 
     handle.when_placed(run)
+
+
+def _decays(group: Mapping[str, Any]) -> bool:
+    return bool(group.get("weight_decay"))
+
+
+def _weights(handle: Handle) -> dict[str, torch.Tensor]:
+    """Return this rank's weights that train, as the programs take them."""
+    shards = handle.runtime.shards
+    return {n: shards.local(n) for n, p in shards.params().items() if p.requires_grad and not p.is_meta}
+
+
+class _Decayed:
+    """Low weights that the update of zeros has decayed, put aside until the first step: forwards before it run with
+    those that it began with.
+
+    An update takes the master weight where that rounds to the low one, and the low one where it does not (a script has
+    changed it). So the decayed ones are there while an update runs, and stay if it was not skipped.
+    """
+
+    def __init__(self, handle: Handle, before: Mapping[str, torch.Tensor]) -> None:
+        self._handle = handle
+        self._before = before
+        self._after = {name: weight.clone() for name, weight in _weights(handle).items()}
+        self._hooks: list[Any] = []
+        self._skipped = 0
+
+    def wait_for_a_step(self) -> None:
+        """Put the weights aside until the first step that is not skipped."""
+        self._change(self._after, self._before)
+        optimizer = self._handle.runtime.updater.optimizer
+        assert optimizer is not None
+        self._hooks = [optimizer.register_step_pre_hook(self._step), optimizer.register_step_post_hook(self._stepped)]
+
+    def _step(self, *_: Any) -> None:
+        self._skipped = self._handle.runtime.updater.outcomes.skipped()
+        self._change(self._before, self._after)
+
+    def _stepped(self, *_: Any) -> None:
+        updater = self._handle.runtime.updater
+        updater.settle()
+        if updater.outcomes.skipped() > self._skipped:
+            self._change(self._after, self._before)
+            return
+        for hook in self._hooks:
+            hook.remove()
+        self._before = self._after = {}
+
+    def _change(self, old: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor]) -> None:
+        """Write `new` where weights are `old`, and leave what a script or a checkpoint has written."""
+        for name, weight in _weights(self._handle).items():
+            if name in old:
+                weight.copy_(torch.where(weight == old[name], new[name], weight))
+        self._handle.runtime.weights_changed(list(old))
 
 
 def count_ahead(handle: Handle) -> None:
