@@ -406,6 +406,34 @@ WRONG = [
     ("aio.block_sise", {"aio": {"block_sise": 5}}, "block_size"),
     ("tensorboard", {"tensorboard": True}, "section"),
     ("steps_per_print", {"steps_per_print": "often"}, "number"),
+    ("zero_optimization.stage", {"zero_optimization.stage": 3}, '"zero_optimization": {"stage": …}'),
+    ("zero_optimization.offload_optimizer.devic", {"zero_optimization": {"stage": 2, "offload_optimizer": {"devic": "cpu"}}, **ADAM}, "device"),
+    ("zero_optimization.leaf_module.clases", {"zero_optimization": {"stage": 3, "leaf_module": {"clases": ["Block"]}}}, "classes"),
+    ("zero_optimization.cpu_offload", {"zero_optimization": {"stage": 2, "cpu_offload": True, "offload_optimizer": {"device": "none"}}, **ADAM},
+     "offload_optimizer says it"),
+    ("tensor_parallel.tp.tp_sise", {"tensor_parallel": {"tp": {"tp_sise": 2}}}, "tp_size"),
+    ("checkpoint.parallel_write.pipeline_stages", {"checkpoint": {"parallel_write": {"pipeline_stages": True}}}, "pipeline_stage"),
+    ("timers.throughput.enable", {"timers": {"throughput": {"enable": False}}}, "enabled"),
+    ("timers.throughput.enabled", {"timers": {"throughput": {"enabled": "no"}}}, "true or false"),
+    ("flops_profiler.profil_step", {"flops_profiler": {"enabled": True, "profil_step": 3}}, "profile_step"),
+    ("flops_profiler.profile_step", {"flops_profiler": {"enabled": True, "profile_step": "first"}}, "whole number"),
+    ("csv_monitor.job_nam", {"csv_monitor": {"enabled": True, "job_nam": "x"}}, "job_name"),
+    ("tensorboard.output_path", {"tensorboard": {"enabled": True, "output_path": 5}}, "text"),
+    ("wandb.projct", {"wandb": {"enabled": True, "projct": "x"}}, "project"),
+    ("comms_logger.prof_ops", {"comms_logger": {"enabled": True, "prof_ops": "all_reduce"}}, "list"),
+    ("gradient_predivide_factor", {"gradient_predivide_factor": 0}, "above 0"),
+    ("gradient_predivide_factor", {"gradient_predivide_factor": -2.0}, "above 0"),
+    ("pipeline.stages", {"pipeline": {"stages": 0}}, "from 1"),
+    ("optimizer.params.lr", {"optimizer": {"type": "Adam", "params": {"lr": True}}}, "not a number"),
+    ("optimizer.params.params", {"optimizer": {"type": "Adam", "params": {"params": {"lr": 1}}}}, "lr"),
+    ("optimizer.params", {"optimizer": {"type": "Adam", "params": [1e-3]}}, "section"),
+    ("optimizer.params.nesterov", {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "nesterov": True}}}, "momentum"),
+    ("scheduler.params.warmup_max_lr", {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": True}}, **ADAM}, "not a number"),
+    ("scheduler.params.warmup_num_steps", {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 5, "warmup_num_steps": 10}}, **ADAM},
+     "longer"),
+    ("zgraph.zero", {"zero_optimization": {"stage": 3}, "zgraph": {"zero": 1}}, "give one of them"),
+    ("zgraph.prefetch", {"zero_optimization": {"stage": 3, "overlap_comm": True}, "zgraph": {"prefetch": {"enabled": False}}}, "overlap_comm"),
+    ("zgraph.memory_budgt", {"zgraph": {"memory_budgt": "1GiB"}}, "memory_budget"),
 ]  # fmt: skip
 
 
@@ -425,6 +453,16 @@ def test_all_that_is_refused_is_told_at_once():
     assert {p.where for p in caught.value.problems} == {"zero_optimizaton", "gradient_clipping", "fp16.enabled"}
 
 
+def test_a_key_that_is_no_text_is_refused():
+    with pytest.raises(PlanError, match="keys are texts"):
+        deepspeed.plan({"zero_optimization": {3: True}}, world=2)
+
+
+def test_a_field_that_a_key_sets_as_well_may_be_said_again():
+    plan, _ = deepspeed.plan({"zero_optimization": {"stage": 2}, "zgraph": {"zero": 2, "grad_clip": None}}, world=2)
+    assert plan.zero == 2 and plan.grad_clip is None  # (the clipping of 1.0 is a default)
+
+
 def test_sections_that_are_off_ask_for_nothing():
     off = {
         name: {"enabled": False}
@@ -437,7 +475,7 @@ def test_sections_that_are_off_ask_for_nothing():
 
 def test_every_key_of_the_table_is_taken_alone():
     """No key crashes, and none is passed over."""
-    samples = {"bool": True, "int": 2, "number": 2.0, "text": "fp32", "list": ["x"], "any": 2}
+    samples = {"bool": True, "int": 2, "number": 2.0, "positive": 2.0, "text": "fp32", "list": ["x"], "any": 2}
     for name, key in KEYS.items():
         if key.kind == "table":
             continue

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Kind = Literal["bool", "int", "number", "text", "list", "table", "any"]
+Kind = Literal["bool", "int", "number", "positive", "text", "list", "table", "any"]
 Verdict = Literal["applied", "equivalent", "no effect here", "refused"]
 
 
@@ -69,7 +69,9 @@ KEYS: dict[str, Key] = {
     # -- gradients --------------------------------------------------------------------------------------------------------
     "gradient_clipping": _applied("number"),
     "prescale_gradients": _nothing("bool", "a gradient is averaged once, in the dtype that it is reduced in"),
-    "gradient_predivide_factor": _nothing("number", "a gradient is averaged once, in the dtype that it is reduced in"),
+    "gradient_predivide_factor": _nothing(
+        "positive", "a gradient is averaged once, in the dtype that it is reduced in"
+    ),
     "gradient_allreduce_op": _refused(
         "text",
         "a plan averages gradients over ranks",
@@ -216,7 +218,12 @@ KEYS: dict[str, Key] = {
     ),
     "zero_optimization.enable_sanity_checks": _same("bool", "each program is verified before it is compiled"),
     "zero_optimization.save_muon_momentum_buffer_in_memory": _nothing("bool", _PLACED),
-    "zero_optimization.leaf_module": _nothing("table", _GRAPH),
+    "zero_optimization.leaf_module": _applied("table"),
+    **_each(
+        "zero_optimization.leaf_module",
+        {"classes": "list", "names": "list", "name_suffixes": "list"},
+        lambda kind: _nothing(kind, _GRAPH),
+    ),
     "zero_optimization.compress_communication": _applied("bool"),
     "zero_optimization.cpu_offload": _applied("bool"),
     "zero_optimization.cpu_offload_param": _applied("bool"),
@@ -318,15 +325,50 @@ KEYS: dict[str, Key] = {
         "text", 'initialize sets its own logger so; of a plan alone, logging.getLogger("zgraph").setLevel(…)'
     ),
     "disable_python_gc": _nothing("bool", "call gc.disable() yourself"),
-    "comms_logger": _nothing(
-        "table",
-        "the engine counts the collectives of its steps; comm.log_summary() shows them, and times calls of zgraph.deepspeed.comm",
+    "comms_logger": _applied("table"),
+    **_each(
+        "comms_logger",
+        {"enabled": "bool", "verbose": "bool", "prof_all": "bool", "debug": "bool", "prof_ops": "list"},
+        lambda kind: _nothing(
+            kind,
+            "the engine counts the collectives of its steps; comm.log_summary() shows them, and times calls of zgraph.deepspeed.comm",
+        ),
     ),
-    "timers": _nothing("table", _LOGGED),
-    "flops_profiler": _nothing("table", _LOGGED),
-    "tensorboard": _nothing("table", _LOGGED),
-    "csv_monitor": _nothing("table", _LOGGED),
-    "wandb": _nothing("table", _LOGGED),
+    "timers": _applied("table"),
+    "timers.throughput": _applied("table"),
+    **_each("timers.throughput", {"enabled": "bool", "synchronized": "bool"}, lambda kind: _nothing(kind, _LOGGED)),
+    "flops_profiler": _applied("table"),
+    **_each(
+        "flops_profiler",
+        {
+            "enabled": "bool",
+            "recompute_fwd_factor": "number",
+            "profile_step": "int",
+            "module_depth": "int",
+            "top_modules": "int",
+            "detailed": "bool",
+            "output_file": "text",
+        },
+        lambda kind: _nothing(kind, _LOGGED),
+    ),
+    "tensorboard": _applied("table"),
+    "csv_monitor": _applied("table"),
+    "wandb": _applied("table"),
+    **_each(
+        "tensorboard",
+        {"enabled": "bool", "output_path": "text", "job_name": "text"},
+        lambda kind: _nothing(kind, _LOGGED),
+    ),
+    **_each(
+        "csv_monitor",
+        {"enabled": "bool", "output_path": "text", "job_name": "text"},
+        lambda kind: _nothing(kind, _LOGGED),
+    ),
+    **_each(
+        "wandb",
+        {"enabled": "bool", "group": "text", "team": "text", "project": "text"},
+        lambda kind: _nothing(kind, _LOGGED),
+    ),
     "comet": _nothing("table", "log what the engine returns, or engine.monitor: CSV, TensorBoard, wandb"),
     "compile": _applied("table"),
     "compile.deepcompile": _same("bool", "every step is compiled"),

@@ -10,7 +10,7 @@ from zgraph.deepspeed.plan_draft import Draft
 from zgraph.errors import PlanError
 from zgraph.names import did_you_mean
 from zgraph.plan import lr_schedules, optimizers
-from zgraph.record import short
+from zgraph.record import Record, short
 
 # (DeepSpeed's type, in lower case) -> (the plan's, DeepSpeed's defaults where they differ)
 _TYPES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -113,6 +113,9 @@ def _with_params(draft: Draft, name: str, defaults: dict[str, Any], params: dict
         hint = did_you_mean(key, [k for k in record.model_fields if k not in ("name", "groups", "decay")])
         draft.refuse(f"optimizer.params.{key}", f"{name} has no such number", hint)
         del given[key]
+    for key in _switches_for_numbers(record, given):
+        draft.refuse(f"optimizer.params.{asked.get(key, key)}", f"{short(given[key])} is not a number", "give a number")
+        del given[key]
     try:
         optimizer_record = record(**{**defaults, **given})
     except PlanError as error:
@@ -136,6 +139,12 @@ def _with_params(draft: Draft, name: str, defaults: dict[str, Any], params: dict
     for key, value in defaults.items():
         if key not in params:
             draft.say(f"optimizer.params.{key}", "applied", f"optimizer.{key} = {value}: DeepSpeed's default")
+
+
+def _switches_for_numbers(record: type[Record], given: dict[str, Any]) -> list[str]:
+    """Return the keys of numbers whose values are true or false, which Python would take for 1 and 0."""
+    fields = record.model_fields
+    return [k for k, v in given.items() if isinstance(v, bool) and k in fields and fields[k].annotation is not bool]
 
 
 def _refuse_each(draft: Draft, section: str, error: PlanError) -> None:
@@ -184,7 +193,10 @@ def scheduler(draft: Draft) -> None:
 
     try:
         if kind in _SCHEDULES:
-            schedule = getattr(lr_schedules, kind)(**params)
+            record = getattr(lr_schedules, kind)
+            for name in _switches_for_numbers(record, params):
+                draft.refuse(f"scheduler.params.{name}", f"{short(params.pop(name))} is not a number", "give a number")
+            schedule = record(**params)
         elif inspect.isclass(getattr(lr_scheduler, kind, None)):
             schedule = lr_schedules.TorchSchedule(scheduler=kind, args=params)
         else:

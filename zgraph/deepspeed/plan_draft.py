@@ -57,6 +57,11 @@ class Draft:
         self.origins[name] = key
         self.say(key, "applied", f"{name} = {shown(value)}{f': {note}' if note else ''}")
 
+    def given_for(self, name: str) -> str | None:
+        """Return the key of the configuration, not a default, that has set a field or a part of it; None if none has."""
+        origins = (key for origin, key in self.origins.items() if f"{origin}.".startswith(f"{name}."))
+        return next((key for key in origins if self._is_given(key)), None)
+
     def finish(self) -> Report:
         """Return the report, with the plan unless a key is refused. Keys whose fields `Plan` refuses are refused."""
         plan = None

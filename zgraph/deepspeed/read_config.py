@@ -22,6 +22,7 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "bool": ("true or false", lambda v: isinstance(v, bool)),
     "int": ("a whole number", lambda v: _is_number(v) and v % 1 == 0),
     "number": ("a number", lambda v: _is_number(v)),
+    "positive": ("a number above 0", lambda v: _is_number(v) and v > 0),
     "text": ("a text", lambda v: isinstance(v, str)),
     "list": ("a list", lambda v: isinstance(v, (list, tuple))),
     "table": ("a section: {…}", lambda v: isinstance(v, Mapping)),
@@ -79,6 +80,12 @@ def _own(config: Mapping[str, Any], section: str = "") -> dict[str, Any]:
     """Return a copy with the present names of keys, and 0 and 1 as false and true for keys that take these."""
     renamed: dict[str, Any] = {}
     for given, value in config.items():
+        if not isinstance(given, str):
+            raise PlanError(
+                f"{short(given)} is no key",
+                where=section.rstrip(".") or "the configuration",
+                hint="keys are texts, as in JSON",
+            )
         name = ALIASES.get(f"{section}{given}", given)
         key = f"{section}{name}"
         if name in renamed:
@@ -108,14 +115,22 @@ def check(draft: Draft, keys: Mapping[str, Key] = KEYS, system: str = "DeepSpeed
 
 def _check_section(draft: Draft, keys: Mapping[str, Key], system: str, section: str, values: Mapping[str, Any]) -> None:
     for name, value in values.items():
-        key = f"{section}.{name}" if section else str(name)
-        if key not in keys:
-            draft.refuse(key, f"{system} has no such key", did_you_mean(str(name), names_in(section, keys)))
+        key = f"{section}.{name}" if section else name
+        if "." in name and key in keys:
+            draft.refuse(key, "a key has no dot in it", f"give {_nested(name)}")
+        elif key not in keys:
+            draft.refuse(key, f"{system} has no such key", did_you_mean(name, names_in(section, keys)))
         elif value is not None and _fits(draft, key, keys[key], value):
             if keys[key].kind == "table" and not keys[key].whole and key not in FREE:
                 _check_section(draft, keys, system, key, value)
             else:
                 _judge(draft, key, keys[key], value)
+
+
+def _nested(name: str) -> str:
+    """Return what a key with dots is as sections."""
+    *outer, last = name.split(".")
+    return "".join(f'"{part}": {{' for part in outer) + f'"{last}": …' + "}" * len(outer)
 
 
 def _fits(draft: Draft, key: str, known: Key, value: Any) -> bool:

@@ -141,12 +141,12 @@ _MESH_KEYS = {
 }
 
 
-def _divided(draft: Draft, key: str, dim: str = "cp") -> int:
+def _divided(draft: Draft, key: str, dim: str = "cp", *, least: int = 0) -> int:
     """Return the number of ranks that a key divides over; 1 if it does not divide."""
     value = draft.get(key)
     if value is None:
         return 1
-    if value < 0 or value > draft.world:
+    if value < least or value > draft.world:
         draft.refuse(key, f"there are {draft.world} ranks", "a number from 1 to that of the ranks")
         return 1
     if value <= 1:
@@ -179,7 +179,7 @@ def _stages(draft: Draft) -> int:
         if type(draft.get("pipeline.stages")) is not int:
             draft.refuse("pipeline.stages", "it is not a whole number", 'a number of ranks, or "auto"')
         else:
-            stages = _divided(draft, "pipeline.stages", "pp")
+            stages = _divided(draft, "pipeline.stages", "pp", least=1)
     asked = draft.get("pipeline_parallel.enabled", draft.get("pipeline_parallel") is not None)
     if draft.get("pipeline_parallel.enabled"):
         draft.say("pipeline_parallel.enabled", "applied", "see pp_size")
@@ -528,6 +528,10 @@ def _offload(draft: Draft) -> None:
     stage = draft.get(f"{zero}.stage", 0)
     for old, name in (("cpu_offload", "optimizer"), ("cpu_offload_param", "parameters")):
         if draft.get(f"{zero}.{old}") is not None:
+            present = "offload_optimizer" if name == "optimizer" else "offload_param"
+            if draft.get(f"{zero}.{present}") is not None:
+                draft.refuse(f"{zero}.{old}", f"{present} says it as well", "leave it out")
+                continue
             place = "cpu" if draft.get(f"{zero}.{old}") else "none"
             draft.apply(f"{zero}.{old}", f"offload.{name}", place)
     for section, name in (("offload_optimizer", "optimizer"), ("offload_param", "parameters")):
@@ -600,7 +604,11 @@ def _rest(draft: Draft) -> None:
     elif validation is not None:
         draft.say("checkpoint.tag_validation", "equivalent", "ranks that save by different tags are refused")
     for field, value in (draft.get("zgraph") or {}).items():
-        draft.apply(f"zgraph.{field}", field, value)
+        other = draft.given_for(field)
+        if other is not None and draft.fields.get(field) != value:
+            draft.refuse(f"zgraph.{field}", f"{other} says what it is", "give one of them")
+        else:
+            draft.apply(f"zgraph.{field}", field, value)
     level = draft.get("log_level")
     if level is not None and level.lower() not in LOG_LEVELS:
         draft.refuse("log_level", f"{level!r} is no level", '"debug", "info", "warning", "error" or "critical"')

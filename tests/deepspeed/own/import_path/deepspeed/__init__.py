@@ -249,6 +249,22 @@ def _compare_whole() -> None:
         setattr(place, name, comparing(getattr(place, name)))
 
 
+def _say_what_is_sharded() -> None:
+    """Let shards say by DeepSpeed's names that they are shards, as parameters here are at any time: tests that compare losses and gradients ask
+    for that besides, after each backward."""
+    from torch.distributed.tensor import DTensor
+
+    status = importlib.import_module(f"{_REAL}.zero").ZeroParamStatus
+
+    def persists(self: Any) -> bool:
+        return not any(place.is_shard() for place in self.placements)
+
+    DTensor.ds_persist = property(persists)  # type: ignore[attr-defined]
+    DTensor.ds_status = property(  # type: ignore[attr-defined]
+        lambda self: status.AVAILABLE if persists(self) else status.NOT_AVAILABLE
+    )
+
+
 def _name_of_files(self: Any, *args: Any) -> str:
     """(Tests assert that it is not called where no optimizer states are to be loaded.)"""
     raise NotHere("DeepSpeed's own names of files")
@@ -257,6 +273,7 @@ def _name_of_files(self: Any, *args: Any) -> str:
 importlib.import_module(f"{_REAL}.engine").DeepSpeedEngine._get_optimizer_ckpt_name = _name_of_files
 _without_gpus()
 _compare_whole()
+_say_what_is_sharded()
 _fail_as_an_error()
 sys.meta_path.insert(0, _Finder())
 _whole = _Module(__name__, __doc__)
