@@ -649,6 +649,27 @@ def test_a_pipeline_evaluates_to_its_loss_its_output_or_both():
     assert not engine.module.training and engine.global_steps == 0
 
 
+def test_an_iterator_or_a_loader_may_be_set_where_no_data_was_given():
+    """The gradient of a step is that of the mean over its micro-batches, once."""
+    batch = (torch.ones(1, 1), torch.zeros(1, 1))
+    for set_it, given in (
+        ("set_dataiterator", deepspeed.utils.RepeatingLoader([batch])),
+        ("set_dataiterator", [batch] * 2),
+        ("set_dataloader", [batch]),
+    ):
+        layers = [nn.Linear(1, 1, bias=False) for _ in range(2)]
+        for layer in layers:
+            nn.init.ones_(layer.weight)
+        model = PipelineModule(layers, num_stages=1, loss_fn=nn.MSELoss())
+        config = {**CONFIG, "gradient_accumulation_steps": 2, "gradient_clipping": 0.0}
+        config["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
+        engine, *_ = deepspeed.initialize(model=model, config=config)
+        getattr(engine, set_it)(given)
+        assert engine.train_batch().item() == pytest.approx(1.0)
+        for weight in engine.module.parameters():
+            torch.testing.assert_close(weight.full_tensor().detach(), torch.tensor([[0.8]]))
+
+
 def test_micro_batches_of_different_sizes_are_refused():
     model = PipelineModule([nn.Linear(2, 2)], num_stages=1, loss_fn=nn.functional.mse_loss)
     engine, *_ = deepspeed.initialize(model=model, config={**CONFIG, "gradient_accumulation_steps": 2})

@@ -504,11 +504,11 @@ class DeepSpeedEngine(Checkpoints, Settings, Unsupported, Attributes):  # type: 
     def _take(self, data_iter: Iterator[Any] | None, parts: int | None = None) -> list[Any]:
         """Return the micro-batches of one step."""
         if data_iter is None:
-            if self._training.loader is None:
-                raise StepError(
-                    "train_batch() was called without data", hint="give it an iterator, or initialize training_data"
-                )
             if self._iterator is None:
+                if self._training.loader is None:
+                    raise StepError(
+                        "train_batch() was called without data", hint="give it an iterator, or initialize training_data"
+                    )
                 self._iterator = RepeatingLoader(self._training.loader)
             data_iter = self._iterator
         elif not hasattr(data_iter, "__next__"):

@@ -147,7 +147,7 @@ class PipelineEngine(DeepSpeedEngine):
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
         """Take micro-batches from an iterator from now on."""
-        self._iterator = iterator
+        self._iterator = iter(iterator)
 
     def set_dataloader(self, loader: DeepSpeedDataLoader) -> None:
         """Take micro-batches from a loader from now on, starting over at its end."""

@@ -177,6 +177,10 @@ def _required_torch_version(min_version: float | None = None, max_version: float
     return (min_version is None or mine >= pair(min_version)) and (max_version is None or mine <= pair(max_version))
 
 
+# What tests of pipelines have in their configurations, and DeepSpeed no key for: it is refused, and DeepSpeed passes over it.
+_NO_KEYS = ("grandient_accumulation_steps", "local_rank")
+
+
 def _with_backend(initialize: Any) -> Any:
     """Run by the backend that the environment names: DeepSpeed's configurations name none."""
     import functools
@@ -190,6 +194,7 @@ def _with_backend(initialize: Any) -> Any:
             if isinstance(given, (str, os.PathLike)) and os.path.exists(given):
                 given = read(given)
             if isinstance(given, dict):
+                given = {name: value for name, value in given.items() if name not in _NO_KEYS}
                 kwargs[key] = {"zgraph": {"backend": os.environ.get("ZGRAPH_TEST_BACKEND", "eager")}, **given}
         return initialize(*args, **kwargs)
 
@@ -210,6 +215,8 @@ def _without_gpus() -> None:
 
     torch.nn.parallel.DistributedDataParallel.__init__ = init
     importlib.import_module(f"{_REAL}.accelerator").Accelerator.current_device = lambda self: "cpu"
+    torch.cpu.get_rng_state = lambda device=None: torch.get_rng_state()  # type: ignore[attr-defined]  # (for `fork_rng` of "cpu")
+    torch.cpu.set_rng_state = lambda state, device=None: torch.set_rng_state(state)  # type: ignore[attr-defined]
     comm = importlib.import_module(f"{_REAL}.comm")
     gather = comm.all_gather_into_tensor
 
@@ -249,6 +256,34 @@ def _compare_whole() -> None:
         setattr(place, name, comparing(getattr(place, name)))
 
 
+def _random_images() -> None:
+    """Give tests that train on torchvision's random images such images where it is not installed."""
+    import torch
+
+    if _exists("torchvision"):
+        return
+
+    class FakeData(torch.utils.data.Dataset):  # type: ignore[type-arg]
+        def __init__(self, size: int, image_size: tuple[int, ...], num_classes: int, **options: Any) -> None:
+            self.size, self.image_size, self.num_classes = size, image_size, num_classes
+
+        def __len__(self) -> int:
+            return self.size
+
+        def __getitem__(self, at: int) -> tuple[Any, int]:
+            seeded = torch.Generator().manual_seed(at)
+            label = int(torch.randint(self.num_classes, (), generator=seeded))
+            return torch.rand(self.image_size, generator=seeded) * 2 - 1, label
+
+    library = types.ModuleType("torchvision")
+    library.__version__ = "0.99"  # type: ignore[attr-defined]
+    library.datasets = types.SimpleNamespace(FakeData=FakeData)  # type: ignore[attr-defined]
+    nothing = types.SimpleNamespace(**dict.fromkeys(("ToTensor", "Normalize", "Compose"), lambda *args: None))
+    library.transforms = sys.modules["torchvision.transforms"] = nothing  # type: ignore[assignment,attr-defined]
+    library.transforms.Lambda = lambda function: None  # type: ignore[attr-defined]
+    sys.modules["torchvision"] = library
+
+
 def _say_what_is_sharded() -> None:
     """Let shards say by DeepSpeed's names that they are shards, as parameters here are at any time: tests that compare losses and gradients ask
     for that besides, after each backward."""
@@ -274,6 +309,7 @@ importlib.import_module(f"{_REAL}.engine").DeepSpeedEngine._get_optimizer_ckpt_n
 _without_gpus()
 _compare_whole()
 _say_what_is_sharded()
+_random_images()
 _fail_as_an_error()
 sys.meta_path.insert(0, _Finder())
 _whole = _Module(__name__, __doc__)
