@@ -5,8 +5,10 @@ import copy
 import importlib
 import logging
 import math
+import random
 from datetime import timedelta
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,7 +20,7 @@ import zgraph.deepspeed as deepspeed
 from zgraph.deepspeed import comm, utils, zero
 from zgraph.deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from zgraph.deepspeed.launch_environment import first_host, rank_variables
-from zgraph.deepspeed.lr_schedulers import OneCycle, WarmupDecayLR, WarmupLR
+from zgraph.deepspeed.lr_schedulers import OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from zgraph.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from zgraph.deepspeed.ops.lamb import FusedLamb
 from zgraph.deepspeed.pipe import (
@@ -30,6 +32,7 @@ from zgraph.deepspeed.pipe import (
 )
 from zgraph.deepspeed.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid
 from zgraph.deepspeed.profiling.flops_profiler import FlopsProfiler
+from zgraph.deepspeed.runtime.utils import set_random_seed
 from zgraph.errors import MeshError, ModelError, PlanError, StepError, UnsupportedError
 
 pytestmark = pytest.mark.usefixtures("no_group_left")
@@ -377,6 +380,29 @@ def test_a_collective_may_take_as_long_as_the_environment_or_the_script_says(mon
 
 
 # -- optimizers, schedulers, checkpointing, arguments -----------------------------------------------------------------------
+def test_a_seed_is_that_of_all_random_numbers():
+    drawn = []
+    for seed in (2**40 + 3, 2**40 + 3, 5):
+        set_random_seed(seed)
+        drawn.append((random.random(), np.random.rand(), float(torch.rand(()))))
+    assert drawn[0] == drawn[1] and all(one != other for one, other in zip(drawn[0], drawn[2], strict=True))
+
+
+def test_schedulers_say_what_they_were_given():
+    parameters = [nn.Parameter(torch.ones(1)) for _ in range(2)]
+    optimizer = torch.optim.Adam([{"params": [p], "lr": rate} for p, rate in zip(parameters, (0.1, 0.2), strict=True)])
+    warm = WarmupLR(optimizer, warmup_num_steps=1, warmup_type="linear")
+    assert (warm.min_lrs, warm.max_lrs, warm.warmup_num_steps, warm.warmup_type) == ([0, 0], [0.1, 0.2], 2, "linear")
+    for group, rate in zip(optimizer.param_groups, (0.1, 0.2), strict=True):
+        group["lr"] = rate
+    cosine = WarmupCosineLR(optimizer, total_num_steps=10, warmup_num_steps=10, cos_min_ratio=0.1)
+    assert cosine.get_lr_ratio() == 0
+    cosine.step(12)
+    assert cosine.get_lr_ratio() == pytest.approx(0.1) and cosine.get_lr() == pytest.approx([0.01, 0.02])
+    cycle = OneCycle(optimizer, [0.01, 0.02], [0.1, 0.2], cycle_first_step_size=6, cycle_second_step_size=2)
+    assert (cycle.min_lrs, cycle.max_lrs, cycle.step_ratio) == ([0.01, 0.02], [0.1, 0.2], 0.75)
+
+
 def test_schedulers_take_values_by_place_and_for_each_group():
     parameters = [nn.Parameter(torch.ones(1)) for _ in range(2)]
     optimizer = torch.optim.Adam([{"params": [p]} for p in parameters], lr=1.0)

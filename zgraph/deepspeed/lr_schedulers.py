@@ -117,7 +117,7 @@ class Scheduler:
     @classmethod
     def of(cls, record: Any, optimizer: torch.optim.Optimizer) -> Scheduler:
         """Return the scheduler of a plan's record, on an optimizer."""
-        kind = next(c for c in cls.__subclasses__() if c.record is type(record))
+        kind = next(c for c in _KINDS if c.record is type(record))
         return kind(optimizer, **{k: v for k, v in record.model_dump().items() if k != "name"})
 
     def _of_group(self, given: dict[str, Any], at: int) -> Any:
@@ -170,26 +170,59 @@ class Scheduler:
         self._last_lr = [g["lr"] for g in self.optimizer.param_groups]
 
 
+class _Warmup(Scheduler):
+    """What DeepSpeed's schedulers with a warm-up say of it."""
+
+    @property
+    def warmup_num_steps(self) -> int:
+        """The updates of the warm-up: at least 2, between whose logarithms a rate rises."""
+        return max(2, self._records[0].warmup_num_steps)
+
+    @property
+    def warmup_type(self) -> str:
+        """ "log" or "linear"."""
+        return str(self._records[0].warmup_type)
+
+
+class _WarmupOfRates(_Warmup):
+    """A warm-up from one rate to another."""
+
+    @property
+    def min_lrs(self) -> list[float]:
+        """The rates of the groups at the start of the warm-up."""
+        return [record.warmup_min_lr for record in self._records]
+
+    @property
+    def max_lrs(self) -> list[float]:
+        """The rates of the groups at its end: those of the optimizer unless `warmup_max_lr` is given."""
+        pairs = zip(self._records, self._base, strict=True)
+        return [rate if record.warmup_max_lr is None else record.warmup_max_lr for record, (rate, _) in pairs]
+
+
 def _momentum(group: dict[str, Any]) -> float:
     return float(group["betas"][0] if "betas" in group else group.get("momentum", 0.0))
 
 
-class WarmupLR(Scheduler):
+class WarmupLR(_WarmupOfRates):
     """See `zgraph.plan.lr_schedules.WarmupLR`."""
 
     record = records.WarmupLR
 
 
-class WarmupDecayLR(Scheduler):
+class WarmupDecayLR(_WarmupOfRates):
     """See `zgraph.plan.lr_schedules.WarmupDecayLR`."""
 
     record = records.WarmupDecayLR
 
 
-class WarmupCosineLR(Scheduler):
+class WarmupCosineLR(_Warmup):
     """See `zgraph.plan.lr_schedules.WarmupCosineLR`."""
 
     record = records.WarmupCosineLR
+
+    def get_lr_ratio(self) -> float:
+        """Return the share of its group's own rate that each rate has now."""
+        return self._records[0].at(self.last_batch_iteration + 1, 1.0, 0.0).lr
 
 
 class OneCycle(Scheduler):
@@ -197,6 +230,22 @@ class OneCycle(Scheduler):
     cycles the first, and does not change the momentum of other optimizers."""
 
     record = records.OneCycle
+
+    @property
+    def min_lrs(self) -> list[float]:
+        """The rates of the groups at both ends of the cycle."""
+        return [record.cycle_min_lr for record in self._records]
+
+    @property
+    def max_lrs(self) -> list[float]:
+        """The rates of the groups at its top."""
+        return [record.cycle_max_lr for record in self._records]
+
+    @property
+    def step_ratio(self) -> float:
+        """The share of the cycle in which rates rise."""
+        first, second = self._records[0].cycle_first_step_size, self._records[0].cycle_second_step_size
+        return float(first / (first + (first if second is None else second)))
 
     def step(self, batch_iteration: int | None = None) -> None:
         """Advance by one update, or to the update `batch_iteration`."""
@@ -227,3 +276,6 @@ class LRRangeTest(Scheduler):
     def step(self, batch_iteration: int | None = None) -> None:
         """Advance by one update, or to the update `batch_iteration`."""
         super().step(batch_iteration)
+
+
+_KINDS: tuple[type[Scheduler], ...] = (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
