@@ -246,6 +246,21 @@ def test_whole_weights_come_out_of_a_checkpoint(tmp_path):
     assert [p.suffix for p in (tmp_path / "safe").iterdir()] == [".safetensors"]
 
 
+@pytest.mark.parametrize("bf16", [True, False])
+def test_tied_weights_come_out_as_one_from_their_master(tmp_path, bf16):
+    """(The optimizer keeps a master under one of the names: the other's was the weight that rounds.)"""
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    model[0].weight = model[2].weight
+    engine, _ = run({"bf16": {"enabled": bf16}, "zero_optimization": {"stage": 3}}, model=model)
+    engine.save_checkpoint(tmp_path, tag="one")
+    state = get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    assert state["0.weight"] is state["2.weight"] and state["1.weight"] is not state["0.weight"]
+    assert not torch.equal(state["0.weight"], state["0.weight"].bfloat16().float())
+    convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "whole")
+    loaded = torch.load(tmp_path / "whole" / "pytorch_model.bin")
+    assert loaded["0.weight"] is loaded["2.weight"] and torch.equal(loaded["0.weight"], state["0.weight"])
+
+
 def test_whole_weights_are_written_in_parts_in_a_dtype_and_without_frozen_ones(tmp_path):
     model = net()
     model[0].weight.requires_grad_(False)

@@ -441,7 +441,7 @@ def export(
     of_source: dict[str, list[View]] = {}
     for view in views:
         of_source.setdefault(view.source, []).append(view)
-    twins = _twins(source, list(shapes)) if wanted is not None else {}
+    twins = masters_of_tied(source, list(shapes)) if wanted is not None else {}
     partial = folder / PARTIAL
     try:
         with _told(folder):
@@ -453,8 +453,8 @@ def export(
             with _Writer(partial, files) as writer:
                 for name, source_views in of_source.items():
                     say(name)
-                    widest = _widest(source, twins.get(name, name), dtypes[name], stale)
-                    _write_whole(writer, source_views, source, widest, dtypes[name])
+                    read_from = widest(source, twins.get(name, name), dtypes[name], stale)
+                    _write_whole(writer, source_views, source, read_from, dtypes[name])
                 tell_changed(stale)
                 written = sorted(path.name for path in partial.iterdir())
         _place(partial, files)
@@ -488,7 +488,7 @@ def _refuse_other(source: Source, shapes: dict[str, tuple[int, ...]], like: nn.M
             )
 
 
-def _widest(source: Source, name: str, dtype: torch.dtype, stale: list[str]) -> str:
+def widest(source: Source, name: str, dtype: torch.dtype, stale: list[str]) -> str:
     """Return the name of the checkpoint's tensor that a weight is read from: its fp32 master if a wider dtype is wanted
     and the master is current."""
     state_of = f"{OPTIMIZER}{name}."
@@ -502,7 +502,7 @@ def _widest(source: Source, name: str, dtype: torch.dtype, stale: list[str]) -> 
     return newest
 
 
-def _twins(source: Source, names: Sequence[str]) -> dict[str, str]:
+def masters_of_tied(source: Source, names: Sequence[str]) -> dict[str, str]:
     """Return the name with the fp32 master for each tied weight without one: a checkpoint has the weight under every
     name, the master under one."""
     mastered: dict[tuple[Any, ...], list[str]] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +13,14 @@ import torch
 from torch import nn
 
 from zgraph.checkpoint.detect_format import open_checkpoint
-from zgraph.checkpoint.master_precision import is_current_in
 from zgraph.checkpoint.read_native import Checkpoint as NativeCheckpoint
 from zgraph.checkpoint.source import MODEL, OPTIMIZER, Source
-from zgraph.checkpoint.write_pretrained import dtype_of, export, size_of
+from zgraph.checkpoint.write_pretrained import dtype_of, export, masters_of_tied, size_of, widest
 from zgraph.deepspeed.full_values import load_whole
 from zgraph.deepspeed.utils.logging import no_effect
 from zgraph.errors import CheckpointError
+from zgraph.program.tolerance import same_bits
 from zgraph.runtime.compiled_models import is_compiled
-from zgraph.update.build_update import MASTER
 
 __all__ = [
     "convert_zero_checkpoint_to_fp32_state_dict",
@@ -39,14 +38,17 @@ def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: Path_, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
 ) -> dict[str, torch.Tensor]:
     """Return the whole weights of a checkpoint, floating-point ones in float32, from their master weights if there are
-    some.
+    some. Tied weights are one tensor.
 
     This process holds all of them. Raises `CheckpointError` if there is no checkpoint.
     """
     source = open_checkpoint(Path(checkpoint_dir), tag)
     if lazy_mode:
         no_effect("lazy_mode", "weights are whole tensors, which zgraph ckpt export reads and writes one by one")
-    return {name: _wide(source, name) for name in _names(source, exclude_frozen_parameters)}
+    names = _names(source, exclude_frozen_parameters)
+    tied = _tied(source, names)
+    state = {name: _wide(source, name) for name in names if name not in tied}
+    return {name: state[tied.get(name, name)] for name in names}
 
 
 def _names(source: Source, exclude_frozen_parameters: bool) -> list[str]:
@@ -73,10 +75,24 @@ def _names(source: Source, exclude_frozen_parameters: bool) -> list[str]:
 
 
 def _wide(source: Source, name: str) -> torch.Tensor:
-    master, stored = f"{OPTIMIZER}{name}.{MASTER}", MODEL + name
-    current = master in source.tensors and is_current_in(source, master, stored)
-    value = source.whole(master if current else stored)
+    """Return a weight in float32: of its fp32 master, unless a script has changed the weight since."""
+    value = source.whole(widest(source, name, torch.float32, []))
     return value.float() if value.is_floating_point() else value
+
+
+def _tied(source: Source, names: Sequence[str]) -> dict[str, str]:
+    """Return the name under which a tied weight trains for each other name of it: a checkpoint has the weight under all, and what its
+    optimizer keeps under one."""
+    twins = masters_of_tied(source, names)
+    trained = {name for group in source.known.groups for name in group["names"]}
+    for name in names:
+        if trained and name not in trained and name not in twins:
+            info, own = source.tensors[MODEL + name], source.whole(MODEL + name)
+            alike = (n for n in names if n in trained and source.tensors[MODEL + n] == info)
+            same = next((n for n in alike if same_bits(own, source.whole(MODEL + n))), None)
+            if same is not None:
+                twins[name] = same
+    return twins
 
 
 def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: Path_, tag: str | None = None) -> nn.Module:
@@ -119,7 +135,8 @@ def convert_zero_checkpoint_to_state_dict(
         export(source, folder, dtype=wanted, max_shard_size=most)
         return
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
-    state = {n: v.to(wanted) if v.is_floating_point() else v for n, v in state.items()}
+    cast = {id(v): v.to(wanted) if v.is_floating_point() else v for v in state.values()}  # (tied ones stay one tensor)
+    state = {n: cast[id(v)] for n, v in state.items()}
     parts: list[dict[str, torch.Tensor]] = [{}]
     for name, value in state.items():
         if parts[-1] and sum(v.nbytes for v in parts[-1].values()) + value.nbytes > most:
