@@ -1,7 +1,8 @@
-"""Triton kernels for zgraph's own operators on CUDA devices; on other devices these run as torch's operators.
+"""Kernels for zgraph's own operators: Triton's on CUDA devices, of C++ on CPUs; elsewhere these run as torch's operators.
 
-Where Triton is not installed, and for formats that the kernels do not serve (see `served`), CUDA devices run torch's
-operators as well. Sparse attention has no such operators: what its kernels do not serve is refused.
+Where Triton or a C++ compiler is not installed, and for formats that the kernels do not serve (see `served` and
+`cpu_blocks`), torch's operators run as well. Sparse attention has no such operators: what its kernels do not serve is
+refused.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zgraph.codegen.kernels import cpu_blocks
 from zgraph.errors import UnsupportedError
 from zgraph.plan.attention import sparsity_of
 from zgraph.program import block_quantization
@@ -59,6 +61,29 @@ def _mean_of_blocks(sent: Tensor, format: str, block: int, parts: int, shape: li
     return quantized_blocks.mean(sent, format, block, parts, shape, dtype)
 
 
+def _to_blocks_on_cpu(x: Tensor, format: str, block: int, parts: int) -> Tensor:
+    function = cpu_blocks.quantize if cpu_blocks.quantizes(format, block) else block_quantization.to_blocks
+    return function(x, format, block, parts)
+
+
+def _to_blocks_drawn_on_cpu(
+    x: Tensor, draws: Tensor, places: list[Tensor], format: str, block: int, parts: int
+) -> Tensor:
+    kernel = cpu_blocks.quantizes(format, block, drawn=True)
+    function = cpu_blocks.quantize if kernel else block_quantization.to_blocks
+    return function(x, format, block, parts, block_quantization.key_of(draws, places))
+
+
+def _from_blocks_on_cpu(sent: Tensor, format: str, block: int, *told: Any) -> Tensor:
+    function = cpu_blocks.dequantize if cpu_blocks.dequantizes(format, block) else block_quantization.from_blocks
+    return function(sent, format, block, *told)
+
+
+def _mean_of_blocks_on_cpu(sent: Tensor, format: str, block: int, *told: Any) -> Tensor:
+    function = cpu_blocks.mean if cpu_blocks.dequantizes(format, block) else block_quantization.mean_of_blocks
+    return function(sent, format, block, *told)
+
+
 def refuse_attention(query: Tensor, key: Tensor, value: Tensor) -> None:
     """Raise `UnsupportedError` for tensors that the kernels of sparse attention do not serve."""
     what = unserved(query, key, value) if _has_triton() else "attention without Triton"
@@ -99,6 +124,10 @@ library = torch.library.Library("zgraph", "IMPL")
 library.impl("to_blocks", _to_blocks, "CUDA")
 library.impl("from_blocks", _from_blocks, "CUDA")
 library.impl("mean_of_blocks", _mean_of_blocks, "CUDA")
+library.impl("to_blocks", _to_blocks_on_cpu, "CPU")
+library.impl("to_blocks_drawn", _to_blocks_drawn_on_cpu, "CPU")
+library.impl("from_blocks", _from_blocks_on_cpu, "CPU")
+library.impl("mean_of_blocks", _mean_of_blocks_on_cpu, "CPU")
 library.impl("sparse_attention", _sparse_attention, "CUDA")
 library.impl("sparse_attention_backward", _sparse_attention_backward, "CUDA")
 library.impl("sparse_attention_backward_with_mask", _refuse_gradient_of_mask, "CUDA")

@@ -161,7 +161,7 @@ def _to_blocks_fed(
     carried = residual if scale is None else residual * scale
     whole = x.reshape(-1).float() + carried
     told = (format, block, parts)
-    sent = TO_BLOCKS(whole, *told) if draws is None else to_blocks(whole, *told, key_of(draws, places))
+    sent = TO_BLOCKS(whole, *told) if draws is None else TO_BLOCKS_DRAWN(whole, draws, places, *told)
     left = whole - FROM_BLOCKS(sent, *told, list(whole.shape), torch.float32)
     left = left if scale is None else left / scale
     residual.copy_(torch.where(left.isfinite(), left, residual))

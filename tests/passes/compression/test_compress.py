@@ -15,10 +15,11 @@ from torch import nn
 
 import zgraph
 from zgraph.build.planned_step import programs
+from zgraph.codegen.kernels import cpu_blocks
 from zgraph.errors import PlanError, UnsupportedError
 from zgraph.inspection.bisect import bisect
 from zgraph.passes.analysis.costs import Costs, Hardware, Link, size_of
-from zgraph.program import block_quantization, collectives
+from zgraph.program import collectives
 from zgraph.program.block_quantization import FROM_BLOCKS, MEAN_OF_BLOCKS, TO_BLOCKS, bytes_of
 from zgraph.program.node import info, tensor
 from zgraph.program.program import Program
@@ -157,8 +158,8 @@ def test_a_stage_of_a_pipeline_sends_few_bits_to_its_replicas() -> None:
 
 
 def test_a_value_that_is_too_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = block_quantization._payload
-    monkeypatch.setattr(block_quantization, "_payload", lambda sent, format: honest(sent * 0.9, format))
+    honest = cpu_blocks.quantize
+    monkeypatch.setattr(cpu_blocks, "quantize", lambda x, *told: honest(x * 0.9, *told))
     found = zgraph.verify(PaddedRows(), plan(wire={"gather": "int8"}), 2, (torch.randn(8, 40),))
     assert not found.ok and found.first is not None and found.first.what == "sent value"
 

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 import zgraph
 from zgraph.build.planned_step import programs
+from zgraph.codegen.kernels import cpu_blocks
 from zgraph.errors import PlanError
 from zgraph.passes.analysis.costs import Costs, Hardware, Link
-from zgraph.program import block_quantization, collectives
+from zgraph.program import collectives
 from zgraph.program.block_quantization import FROM_BLOCKS, TO_BLOCKS, bytes_of
 from zgraph.program.node import Role, info, tensor
 
@@ -134,8 +135,8 @@ def test_the_rest_is_the_plain_model_and_each_value_is_within_its_bound(
 
 
 def test_a_sum_that_is_too_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = block_quantization._payload
-    monkeypatch.setattr(block_quantization, "_payload", lambda sent, format: honest(sent * 0.9, format))
+    honest = cpu_blocks.quantize
+    monkeypatch.setattr(cpu_blocks, "quantize", lambda x, *told: honest(x * 0.9, *told))
     found = zgraph.verify(Net(), plan(sequence_parallel=True), 2, (torch.randn(4, 8, 16),))
     assert not found.ok and found.first is not None and found.first.what == "sent value"
 

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import zgraph
+from zgraph.codegen.kernels import cpu_blocks
 from zgraph.errors import PlanError
 from zgraph.forecast.pipeline_plan import planned_stages
 from zgraph.forecast.stages import forecast_of
 from zgraph.passes.analysis.costs import CPU, Costs
-from zgraph.program import block_quantization
 from zgraph.program.block_quantization import FROM_BLOCKS, TO_BLOCKS, bytes_of
 from zgraph.program.program import InputRole, OutputRole
 
@@ -143,8 +143,8 @@ def test_it_goes_with_tensor_parallelism_and_shards() -> None:
 
 
 def test_a_message_that_is_too_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = block_quantization._payload
-    monkeypatch.setattr(block_quantization, "_payload", lambda sent, format: honest(sent * 0.9, format))
+    honest = cpu_blocks.quantize
+    monkeypatch.setattr(cpu_blocks, "quantize", lambda x, *told: honest(x * 0.9, *told))
     found = zgraph.verify(Layers(), plan(), 2, (batch(),))
     assert not found.ok and found.first is not None and found.first.what == "sent value"
 

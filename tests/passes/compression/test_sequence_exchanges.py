@@ -14,8 +14,9 @@ from torch.nn import functional as F
 
 import zgraph
 from zgraph.build.planned_step import programs
+from zgraph.codegen.kernels import cpu_blocks
 from zgraph.passes.analysis.costs import CPU, Costs
-from zgraph.program import block_quantization, collectives
+from zgraph.program import collectives
 from zgraph.program.block_quantization import FROM_BLOCKS, SENDERS, TO_BLOCKS, bytes_of
 from zgraph.program.node import Role, info, tensor
 from zgraph.program.program import Program
@@ -119,8 +120,8 @@ def test_the_rest_is_the_plain_model_and_each_value_is_within_its_bound(
 
 @pytest.mark.parametrize("attention", ["heads", "ring"])
 def test_a_value_that_is_too_wrong_is_found(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = block_quantization._payload
-    monkeypatch.setattr(block_quantization, "_payload", lambda sent, format: honest(sent * 0.9, format))
+    honest = cpu_blocks.quantize
+    monkeypatch.setattr(cpu_blocks, "quantize", lambda x, *told: honest(x * 0.9, *told))
     found = zgraph.verify(Net(), plan(attention), 2, (batch(),))
     assert not found.ok and found.first is not None and found.first.what == "sent value"
 
