@@ -13,33 +13,63 @@ from torch import nn
 from trainers import ONE, as_launched, history, model_of, trainer_of
 
 import zgraph
-from zgraph.errors import ModelError, UnsupportedError
-from zgraph.hf.dora import capturable_dora
-from zgraph.hf.input_gradients import without_input_gradients
-from zgraph.hf.replaced_globals import restore
+from zgraph.errors import CaptureError, ModelError, UnsupportedError
 
 peft = pytest.importorskip("peft")
 
 LORA = {"r": 4, "init_lora_weights": "gaussian"}
+ATTENTION = ["q_proj", "v_proj"]
 KINDS = {
-    "dora": ("llama", {**LORA, "use_dora": True, "target_modules": ["q_proj", "embed_tokens"]}),
-    "dora of transposed weights": ("gpt2", {**LORA, "use_dora": True, "target_modules": ["c_attn"]}),
-    "rank-stabilized": ("llama", {**LORA, "use_rslora": True, "target_modules": ["q_proj", "lm_head"]}),
-    "embedding": ("llama", {**LORA, "target_modules": ["embed_tokens"]}),
-    "some tokens": ("llama", {**LORA, "target_modules": ["q_proj"], "trainable_token_indices": [3, 4]}),
+    "dora": ("llama", "Lora", {**LORA, "use_dora": True, "target_modules": ["q_proj", "embed_tokens"]}),
+    "dora of transposed weights": ("gpt2", "Lora", {**LORA, "use_dora": True, "target_modules": ["c_attn"]}),
+    "rank-stabilized": ("llama", "Lora", {**LORA, "use_rslora": True, "target_modules": ["q_proj", "lm_head"]}),
+    "embedding": ("llama", "Lora", {**LORA, "target_modules": ["embed_tokens"]}),
+    "some tokens": ("llama", "Lora", {**LORA, "target_modules": ["q_proj"], "trainable_token_indices": [3, 4]}),
+    "experts": (
+        "mixtral",
+        "Lora",
+        {**LORA, "target_modules": [], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
+    ),
+    "loha": ("llama", "LoHa", {"r": 4, "target_modules": ATTENTION, "init_weights": False}),
+    "lokr": ("llama", "LoKr", {"r": 4, "target_modules": ATTENTION, "init_weights": False}),
+    "adalora": ("llama", "AdaLora", {"target_modules": ATTENTION, "total_step": 6, "tinit": 1, "tfinal": 1}),
+    "shira": ("llama", "Shira", {"r": 2, "target_modules": ATTENTION}),
+    "vblora": (
+        "llama",
+        "VBLoRA",
+        {
+            "r": 2,
+            "num_vectors": 8,
+            "vector_length": 4,
+            "topk": 2,
+            "target_modules": ["q_proj"],
+            "save_only_topk_weights": False,
+        },
+    ),
 }
 
 
+def base_of(kind: str) -> Any:
+    if kind != "mixtral":
+        return model_of(kind)
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    small = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return MixtralForCausalLM(MixtralConfig(vocab_size=97, num_key_value_heads=1, num_local_experts=4, **small))
+
+
 def adapted(kind: str, **more: Any) -> Any:
-    base, options = KINDS[kind]
+    base, config, options = KINDS[kind]
+    model = base_of(base)
     torch.manual_seed(1)
-    return peft.get_peft_model(model_of(base), peft.LoraConfig(task_type="CAUSAL_LM", **options, **more))
+    return peft.get_peft_model(model, getattr(peft, f"{config}Config")(task_type="CAUSAL_LM", **options, **more))
 
 
 def losses(model: nn.Module, step: Any) -> list[float]:
     ids = torch.arange(3, 21).reshape(2, 9)
     found = []
-    for _ in range(2):
+    for _ in range(3):
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         step()
@@ -47,29 +77,71 @@ def losses(model: nn.Module, step: Any) -> list[float]:
     return found
 
 
-@sweep("kind", list(KINDS), quick=[0])
-def test_a_kind_trains_as_in_plain_pytorch(kind):
-    plain, mine = adapted(kind), adapted(kind)
+def compared(plain: nn.Module, mine: nn.Module) -> None:
+    """Train both: losses and trained weights are equal."""
     optimizer = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-2, foreach=False)
-    capturable_dora(mine)
     zgraph.compile(mine, zgraph.Plan(backend="eager", zero=3, optimizer=zgraph.AdamW(lr=1e-2)))
     expected = losses(plain, lambda: (optimizer.step(), optimizer.zero_grad()))
     assert losses(mine, mine.step) == pytest.approx(expected, rel=1e-6)
+    trained = {name: p for name, p in plain.named_parameters() if p.requires_grad}
+    assert trained
+    torch.testing.assert_close({n: p for n, p in mine.named_parameters() if p.requires_grad}, trained)
 
 
-def test_dora_has_its_own_methods_again_where_it_is_not_attached():
-    model = adapted("dora")
-    before = [(m, dict(m.__dict__)) for m in model.modules()]
-    restore(capturable_dora(model))
-    assert all(m.__dict__ == had for m, had in before)
+@sweep("kind", list(KINDS), quick=[0])
+def test_a_kind_trains_as_in_plain_pytorch(kind):
+    compared(adapted(kind), adapted(kind))
+
+
+@pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_layers_are_computed_again_in_a_loop_of_ones_own(reentrant):
+    """(transformers lets the output of the frozen embeddings require gradients within the forward.)"""
+    models = [adapted("rank-stabilized"), adapted("rank-stabilized")]
+    for model in models:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+    compared(*models)
+
+
+class Kept(nn.Module):
+    """Lets a tensor of its own require gradients, and returns it."""
+
+    def __init__(self, by_method: bool) -> None:
+        super().__init__()
+        self.inner, self.by_method = nn.Linear(3, 3), by_method
+
+    def forward(self, x: torch.Tensor) -> Any:
+        leaf = x * 2
+        if self.by_method:
+            leaf.requires_grad_()
+        else:
+            leaf.requires_grad = True
+        return self.inner(leaf), leaf
+
+
+@pytest.mark.parametrize("by_method", [True, False])
+def test_a_tensor_whose_gradient_could_be_asked_for_is_refused(by_method):
+    model = zgraph.compile(Kept(by_method), zgraph.Plan(backend="eager"))
+    with pytest.raises(CaptureError, match="requires_grad_"):
+        model(torch.ones(2, 3))
 
 
 def test_a_release_without_a_name_that_dora_needs_is_refused(monkeypatch):
     model = adapted("dora")
     monkeypatch.delattr("peft.tuners.lora.dora.transpose")
     with pytest.raises(ModelError, match="has no transpose") as caught:
-        capturable_dora(model)
+        zgraph.compile(model, zgraph.Plan(backend="eager"))
     assert "is known to work" in str(caught.value)
+    assert not hasattr(model, "zgraph")
+    zgraph.compile(adapted("embedding"), zgraph.Plan(backend="eager"))  # (without DoRA)
+
+
+def test_an_adapter_that_can_not_be_captured_is_refused_by_name():
+    config = peft.WaveFTConfig(task_type="CAUSAL_LM", n_frequency=10, target_modules=["q_proj"])
+    model = peft.get_peft_model(model_of("llama"), config)
+    with pytest.raises(UnsupportedError, match="WaveFT can't be captured") as caught:
+        zgraph.compile(model, zgraph.Plan(backend="eager"))
+    assert caught.value.where.endswith("layers.0.self_attn.q_proj") and "FourierFT" in caught.value.hint
 
 
 class Int8Params(nn.Parameter):
@@ -165,18 +237,3 @@ def test_an_adapter_trains_with_layers_that_are_computed_again(tmp_path: Path, e
                 zgraph.hf.attach(trainer, plan)
             found.append(run(trainer))
     equal(*found)
-
-
-def test_hooks_are_as_they_were_where_a_model_is_not_attached():
-    model = adapted("embedding")
-    model.enable_input_require_grads()
-    embeddings = model.get_input_embeddings()
-    (hook,) = embeddings._forward_hooks.values()
-    restored = without_input_gradients(model)
-    assert hook not in embeddings._forward_hooks.values()
-    model.enable_input_require_grads()
-    assert len(embeddings._forward_hooks) == 1
-    restore(restored)
-    assert list(embeddings._forward_hooks.values()) == [hook]
-    model.disable_input_require_grads()
-    assert not embeddings._forward_hooks

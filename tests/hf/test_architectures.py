@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 from architectures import REFUSED, build, compare, for_two_ranks
-from sweeps import sweep
 
 import zgraph
 from zgraph.errors import CaptureError
@@ -31,9 +30,9 @@ def test_its_shards_are_verified(name):
     assert found.ok, str(found)
 
 
-@sweep("name", REFUSED, quick=1)
+@pytest.mark.parametrize("name", REFUSED)
 def test_what_can_not_be_captured_is_refused_with_its_line(name):
     model, batch = build(name)
     with pytest.raises(CaptureError) as found:
         zgraph.compile(model, zgraph.Plan(backend="eager"))(**batch)
-    assert "transformers/models" in found.value.where
+    assert "transformers/" in found.value.where

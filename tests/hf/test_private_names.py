@@ -65,16 +65,13 @@ def test_an_accelerator_that_keeps_its_models_otherwise_is_refused(monkeypatch):
 
 def test_a_head_of_trls_that_is_another_one_is_refused(monkeypatch):
     utils = pytest.importorskip("trl.trainer.utils")
-    from zgraph.hf.fused_heads import capturable_heads
-
-    model = model_of("llama")
-    utils.add_fused_lm_head(model)
-    assert capturable_heads(model)
+    models = model_of("llama"), model_of("llama")
+    for model in models:
+        utils.add_fused_lm_head(model)
+    zgraph.compile(models[0], zgraph.Plan(backend="eager"))
     taken(monkeypatch, "trl.trainer.utils:_use_triton")
-    model = model_of("llama")
-    utils.add_fused_lm_head(model)
     with pytest.raises(ModelError, match="has no _use_triton"):
-        capturable_heads(model)
+        zgraph.compile(models[1], zgraph.Plan(backend="eager"))
 
 
 def test_a_release_of_lightning_is_refused_when_its_door_is_opened(monkeypatch):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import types
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,10 @@ pytest.importorskip("trl")
 pytest.importorskip("datasets")
 
 from trainers import as_launched
+from trl.kernels import ChunkedLogProbFunction
 from trl_trainers import trained, trainer_of
 
-from zgraph.hf.fused_heads import LogProbabilities, capturable_heads
+from zgraph.torch_compat.library_functions import log_probabilities
 
 
 @pytest.mark.slow
@@ -55,16 +56,14 @@ def test_a_run_of_trl_is_that_of_ddp(
 @pytest.mark.parametrize("softcap, scale, temperature", [(None, 1.0, 1.0), (20.0, 0.5, 0.7)])
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_head_has_the_numbers_of_trls(softcap, scale, temperature, bias):
-    from trl.kernels import ChunkedLogProbFunction
-
     outputs = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
     torch.manual_seed(0)
     tensors = [torch.randn(7, 8), torch.randn(33, 8), torch.randn(33) if bias else None]
     targets, found = torch.randint(0, 33, (7,)), []
     targets[0] = (tensors[0] @ tensors[1].T)[0].argmax()
-    for function in (ChunkedLogProbFunction, LogProbabilities):
+    for function in (ChunkedLogProbFunction.apply, log_probabilities):
         given = [t.clone().requires_grad_() if t is not None else None for t in tensors]
-        made = function.apply(*given, targets, temperature, 8, softcap, scale, outputs)
+        made = function(*given, targets, temperature, 8, softcap, scale, outputs)
         (made[0].sum() * 2 + made[1].square().sum()).backward()
         found.append([*made, *(t.grad for t in given if t is not None)])
     for theirs, ours in zip(*found, strict=True):
@@ -107,7 +106,7 @@ class Head(nn.Module):
     def forward(self, hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         outputs = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
         rows = self.body(hidden)[:, :-1].reshape(-1, 4)
-        return LogProbabilities.apply(
+        return log_probabilities(
             rows, self.head.weight, self.head.bias, targets.reshape(-1), 0.7, 8, 20.0, 0.5, outputs
         )
 
@@ -124,34 +123,28 @@ def test_the_head_in_chunks_has_the_numbers_of_whole_logits(backend):
     assert any(d.what == "gradient" for d in found.differences)
 
 
-class Scores(nn.Module):
-    """Has, as a model that TRL has changed, a forward of its own that asks its globals for the head's function."""
+class TheirHead(Head):
+    """Calls TRL's own function."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.head = nn.Linear(4, 8)
-
-
-def patched(factor: float) -> Any:
-    """A library's module of its own, in which that function, and a number, are other ones."""
-    made = types.ModuleType("scores")
-    code = """
-def forward(self, hidden, targets):
-    return _ChunkedLogProbFunction.apply(hidden, self.head.weight, self.head.bias, targets, 1.0, 8)[0].mean() * factor
-"""
-    vars(made).update(factor=factor, _ChunkedLogProbFunction=None, _use_triton=None)
-    exec(code, vars(made))
-    model = Scores()
-    model.forward = types.MethodType(made.forward, model)
-    return model
+    def forward(self, hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        outputs = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+        rows = self.body(hidden)[:, :-1].reshape(-1, 4)
+        found: tuple[torch.Tensor | None, ...] = ChunkedLogProbFunction.apply(
+            rows, self.head.weight, self.head.bias, targets.reshape(-1), 0.7, 8, 20.0, 0.5, outputs
+        )
+        return found
 
 
-def test_heads_with_other_globals_are_kept_apart():
-    models = [patched(1.0), patched(3.0), patched(1.0)]
-    assert all(capturable_heads(model) for model in models)
-    hidden, targets = torch.randn(5, 4), torch.arange(5)
-    one, other, again = (
-        zgraph.compile(model, zgraph.Plan(backend="eager"))(hidden, targets).item() for model in models
-    )
-    assert other == pytest.approx(3 * one) and again == one
+def test_trls_head_is_captured_as_one_of_whole_logits():
+    torch.manual_seed(0)
+    plain = TheirHead()
+    mine = zgraph.compile(copy.deepcopy(plain), zgraph.Plan(backend="eager"))
+    inputs = torch.randn(2, 5, 4), torch.randint(0, 33, (2, 4))
+    kept = []
+    for model in (plain, mine):
+        found = model(*inputs)
+        (found[0].sum() - found[1].square().sum()).backward()
+        kept.append(found)
+    torch.testing.assert_close(kept[1], kept[0])
+    for one, other in zip(mine.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)

@@ -55,6 +55,7 @@ DECODERS: dict[str, dict[str, Any]] = {  # language models: what their config ha
     "GptOss": {**_TWO_OF_FOUR, "sliding_window": 4},
     "Granite": {},
     "GraniteMoe": _TWO_OF_FOUR,
+    "JetMoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 8, "num_key_value_heads": 2},
     "Helium": {},
     "HunYuanDenseV1": {},
     "Jamba": {
@@ -100,6 +101,12 @@ DECODERS: dict[str, dict[str, Any]] = {  # language models: what their config ha
 }
 
 _GRID = {"image_token_id": 97, "video_token_id": 98, "vision_start_token_id": 96, "vision_end_token_id": 95}
+_SOUND = {
+    **_SIZES, "vocab_size": WORDS, "pad_token_id": 0, "conv_dim": (16, 16), "conv_stride": (5, 2), "conv_kernel": (10, 3),
+    "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 4, "mask_time_prob": 0.0,
+    "layerdrop": 0.0, "hidden_dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0, "feat_proj_dropout": 0.0,
+    "final_dropout": 0.0,
+}  # fmt: skip
 _OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {  # (class of the model, of its config, fields)
     "Gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", {**_DECODER, **_ALTERNATING}),
     "Llama4": (
@@ -195,16 +202,8 @@ _OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {  # (class of the model, 
         "WhisperConfig",
         {**_PAIR, "num_mel_bins": 16, "max_source_positions": 20, "max_target_positions": 32, "suppress_tokens": None, "begin_suppress_tokens": None},
     ),
-    "Wav2Vec2": (
-        "Wav2Vec2ForCTC",
-        "Wav2Vec2Config",
-        {
-            **_SIZES, "vocab_size": WORDS, "pad_token_id": 0, "conv_dim": (16, 16), "conv_stride": (5, 2), "conv_kernel": (10, 3),
-            "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 4, "mask_time_prob": 0.0,
-            "layerdrop": 0.0, "hidden_dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0, "feat_proj_dropout": 0.0,
-            "final_dropout": 0.0,
-        },
-    ),
+    "Wav2Vec2": ("Wav2Vec2ForSequenceClassification", "Wav2Vec2Config", {**_SOUND, "num_labels": 3}),
+    "Wav2Vec2 with CTC": ("Wav2Vec2ForCTC", "Wav2Vec2Config", _SOUND),
     "ConvNeXt": (
         "ConvNextForImageClassification",
         "ConvNextConfig",
@@ -279,8 +278,8 @@ _OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {  # (class of the model, 
     ),
 }  # fmt: skip
 
-REFUSED = ("Longformer", "Wav2Vec2")
-"""Look at values of tensors, or change which tensors require gradients, in forward."""
+REFUSED = ("Longformer", "Wav2Vec2 with CTC")
+"""Look at values of tensors, or turn cuDNN off, in forward."""
 LANGUAGE = sorted({*DECODERS} | {n for n, (kind, *_) in _OTHERS.items() if kind.endswith("ForCausalLM")}, key=str.lower)
 """Language models: dense ones, mixtures of experts, state spaces."""
 ELSE = sorted({*_OTHERS} - {*LANGUAGE} - {*REFUSED}, key=str.lower)
@@ -313,7 +312,8 @@ _BATCHES: dict[str, Callable[[], dict[str, Any]]] = {
     "Mamba": lambda: {k: v for k, v in words().items() if k != "attention_mask"},
     "Rwkv": lambda: {k: v for k, v in words().items() if k != "attention_mask"},
     "Whisper": lambda: {"input_features": torch.randn(2, 16, 40), "labels": words()["labels"]},
-    "Wav2Vec2": lambda: {"input_values": torch.randn(2, 400), "labels": torch.randint(3, WORDS, (2, 5))},
+    "Wav2Vec2": lambda: {"input_values": torch.randn(2, 400), "labels": torch.tensor([0, 2])},
+    "Wav2Vec2 with CTC": lambda: {"input_values": torch.randn(2, 400), "labels": torch.randint(3, WORDS, (2, 5))},
     "ViT": lambda: pictures(16),
     "DINOv2": lambda: pictures(16),
     "Swin": lambda: pictures(32),

@@ -44,6 +44,7 @@ from zgraph.stages.partition_model import DeferredPipeline
 from zgraph.stages.runtime import PipelineRuntime
 from zgraph.stages.step import compile_first
 from zgraph.torch_compat.dtensors import forget_destroyed_meshes
+from zgraph.torch_compat.library_functions import refuse_layers
 from zgraph.update.optimizer import PlanOptimizer
 from zgraph.update.parameter_groups import members_of, refuse_complex_clipping
 from zgraph.update.torch_lr_schedulers import torch_scheduler
@@ -135,8 +136,8 @@ class _Agreed:
 
 
 def _refuse_arguments(model: nn.Module, loss_fn: Callable[..., Any] | None, mesh: DeviceMesh | None) -> None:
-    """Raise `ModelError` for an object that is not a module, is compiled already, or contains a compiled module; and
-    `ArgumentError` for others of a wrong type."""
+    """Raise `ModelError` for an object that is not a module, is compiled already, or contains a compiled module,
+    `UnsupportedError` for one with layers that can't be captured, and `ArgumentError` for others of a wrong type."""
     refuse_no_function("zgraph.compile(loss_fn=…)", loss_fn)
     refuse_unless(mesh is None or isinstance(mesh, DeviceMesh), "zgraph.compile(mesh=…)", mesh, "a DeviceMesh or None")
     if not isinstance(model, nn.Module):
@@ -149,6 +150,7 @@ def _refuse_arguments(model: nn.Module, loss_fn: Callable[..., Any] | None, mesh
     inner = next((name for name, child in model.named_modules() if is_compiled(child)), None)
     if inner is not None:
         raise ModelError(f"module {inner!r} of the model is compiled already", hint="compile only the outermost module")
+    refuse_layers(model)
 
 
 def _agree(model: nn.Module, plan: Plan, mesh: DeviceMesh | None) -> _Agreed:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from zgraph.api.gathered_weights import bytes_of, ranks_of, ready
 from zgraph.errors import refuse_unless
@@ -82,20 +82,25 @@ def _ready(models: Sequence[nn.Module], what: str, ranks: Collection[int] | None
 
 
 def as_held(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return an optimizer's whole state dict with each tensor of a parameter's shape sharded like the parameter."""
+    """Return an optimizer's whole state dict with each tensor of a parameter's shape sharded like the parameter, and tensors of
+    other shapes, such as Adafactor's sums of rows, whole on the parameter's mesh."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [n for group in state["param_groups"] for n in group["params"]]
     of = dict(zip(numbers, params, strict=True))
     sharded_states = {
-        n: {
-            k: as_cut(v, of[n])
-            if torch.is_tensor(v) and v.shape == of[n].shape and (v.dim() or k not in _COUNTS)
-            else v
-            for k, v in param_state.items()
-        }
+        n: {k: _sharded_state(k, v, of[n]) if torch.is_tensor(v) else v for k, v in param_state.items()}
         for n, param_state in state["state"].items()
     }
     return {**state, "state": sharded_states}
+
+
+def _sharded_state(key: str, state: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    if state.shape == param.shape and (state.dim() or key not in _COUNTS):
+        return as_cut(state, param)
+    if state.dim() and isinstance(param, DTensor):
+        mesh = param.device_mesh
+        return DTensor.from_local(state.to(param.device), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return state
 
 
 # States of torch's optimizers that are one number for each parameter: for a 0-dim parameter they can't be told by their shape.

@@ -245,7 +245,9 @@ def _groups(nodes: Sequence[fx.Node], dynamic: set[fx.Node]) -> list[list[fx.Nod
     while True:
         before = len(group_of), len(set(group_of.values()))
         for number in sorted(set(group_of.values())):
-            join(_between([n for n in nodes if group_of.get(n) == number], nodes))
+            members = _between([n for n in nodes if group_of.get(n) == number], nodes)
+            tuples = [n for n in members if isinstance(n.meta.get("val"), tuple | list)]
+            join([*members, *(u for n in tuples for u in n.users if u in mine)])
         if (len(group_of), len(set(group_of.values()))) == before:
             break
     groups: dict[int, list[fx.Node]] = {}

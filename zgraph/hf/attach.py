@@ -11,13 +11,9 @@ import torch
 
 from zgraph.api.compiler import compile
 from zgraph.hf.arguments import notes_on, refuse_arguments, refuse_trainer
-from zgraph.hf.dora import capturable_dora
-from zgraph.hf.fused_heads import capturable_heads
-from zgraph.hf.input_gradients import BeforeHook, without_input_gradients
 from zgraph.hf.loss_scaling import PlanScaler, loss_scale_of
 from zgraph.hf.optimizers import optimizer_of
 from zgraph.hf.plans import plan_of
-from zgraph.hf.replaced_globals import Before, restore
 from zgraph.hf.trainer import attached_class
 from zgraph.plan.plan import Plan
 from zgraph.plan.precision import Precision
@@ -65,16 +61,7 @@ def attach(
         refuse_release("loss scaling")
         scale = loss_scale_of(trainer.accelerator.scaler)  # type: ignore[attr-defined]
         chosen = chosen.model_copy(update={"precision": Precision(loss_scale=scale)})
-    model: Any = trainer.model  # type: ignore[attr-defined]
-    replaced: list[Before | BeforeHook] = []
-    try:
-        replaced += capturable_dora(model)
-        replaced += capturable_heads(model)
-        replaced += without_input_gradients(model)
-        compile(model, chosen, dynamic=dynamic)
-    except BaseException:
-        restore(replaced)
-        raise
+    compile(trainer.model, chosen, dynamic=dynamic)  # type: ignore[attr-defined]
     kind: Any = type(trainer)
     trainer.__class__ = attached_class(kind)
     trainer.after_attach(autocast, translated.without, scheduler_section)  # type: ignore[attr-defined]

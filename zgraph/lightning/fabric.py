@@ -21,9 +21,11 @@ from zgraph.api.full_state_dict import as_held, full_optimizer_state
 from zgraph.errors import ModelError, PlanError
 from zgraph.lightning.compiled_modules import SELF, compile_modules, compiled_modules
 from zgraph.lightning.state_dicts import cut_state, same_buffers, whole_state
-from zgraph.lightning.uncompiled_steps import refuse_divided, refuse_plain_loss
+from zgraph.lightning.uncompiled_steps import explained_update, refuse_divided, refuse_plain_loss
 from zgraph.lightning.unsupported import refuse_optimizers, refuse_plan, refuse_precision, refuse_several_parts
+from zgraph.parameters.whole_numbers import WholeNumbers
 from zgraph.plan.plan import Plan
+from zgraph.update.optimizer import PlanOptimizer
 
 
 class ZGraphStrategy(DDPStrategy):
@@ -119,6 +121,16 @@ class ZGraphStrategy(DDPStrategy):
         refuse_divided(tensor)
         refuse_plain_loss(tensor, [path for _, parts in self._set_up for path in parts])
         super().backward(tensor, module, *args, **kwargs)
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """Run a closure, if there is one, then Fabric's own step without it, in which sums over shards are whole."""
+        if isinstance(optimizer, PlanOptimizer):
+            return super().optimizer_step(optimizer, **kwargs)
+        closure = kwargs.pop("closure", None)
+        result = closure() if closure is not None else None
+        given = {"closure": lambda: result} if closure is not None else {}
+        with WholeNumbers(), explained_update(optimizer):
+            return super().optimizer_step(optimizer, **given, **kwargs)
 
     def clip_gradients_norm(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Clip by the norm of all gradients over all ranks; return the norm as a plain tensor."""

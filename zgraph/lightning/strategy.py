@@ -22,7 +22,7 @@ from zgraph.api.full_weights import full_weights
 from zgraph.lightning.compiled_modules import compile_modules, compiled_modules
 from zgraph.lightning.logged_values import log_as_before, log_whole_values
 from zgraph.lightning.state_dicts import cut_state, same_buffers, whole_state
-from zgraph.lightning.uncompiled_steps import explained, refuse_divided, refuse_plain_loss
+from zgraph.lightning.uncompiled_steps import explained, explained_update, refuse_divided, refuse_plain_loss
 from zgraph.lightning.unsupported import (
     refuse_optimizers,
     refuse_plan,
@@ -31,6 +31,7 @@ from zgraph.lightning.unsupported import (
     refuse_trainer,
     refuse_two_clippings,
 )
+from zgraph.parameters.whole_numbers import WholeNumbers
 from zgraph.plan.plan import Plan
 from zgraph.update.optimizer import PlanOptimizer
 
@@ -142,11 +143,13 @@ class ZGraphStrategy(DDPStrategy):
             yield
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Run Lightning's own step of an optimizer; for the plan's optimizer, which takes no closure, run the
-        closure first."""
-        if not isinstance(optimizer, PlanOptimizer):
-            with explained("optimizer_step"):
-                return super().optimizer_step(optimizer, closure, model, **kwargs)
+        """Run the closure, then Lightning's own step of an optimizer without it, in which sums over shards are whole; the plan's
+        optimizer takes no closure."""
+        with explained("optimizer_step"):
+            if not isinstance(optimizer, PlanOptimizer):
+                result = closure()
+                with WholeNumbers(), explained_update(optimizer):
+                    return super().optimizer_step(optimizer, lambda: result, model, **kwargs)
         result = self.precision_plugin._wrap_closure(model or self.lightning_module, optimizer, closure)
         optimizer.step()
         return result

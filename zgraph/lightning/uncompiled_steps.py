@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from zgraph.errors import ModelError
+from zgraph.errors import ModelError, ZgraphError
 from zgraph.runtime.autograd_function import Step
 from zgraph.torch_compat.submodules import CALLED
 
@@ -54,6 +54,8 @@ def explained(step: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ModelError) as error:
+        if isinstance(error, ModelError) and CALLED not in str(error):
+            raise
         if "data is not allocated yet" in str(error) and "DTensor" not in str(error):
             raise ModelError(
                 f"{step} makes a plain tensor of values that are divided over the ranks",
@@ -66,4 +68,20 @@ def explained(step: str) -> Iterator[None]:
             f"{step} reads a weight of a compiled module, and does not call the module",
             why=f"the weight is divided over the ranks, and whole only inside of the module's compiled forward ({str(error).splitlines()[0]})",
             hint="call the module itself; or name the modules that are called: ZGraphStrategy(plan, modules=[…])",
+        ) from error
+
+
+@contextlib.contextmanager
+def explained_update(optimizer: Any) -> Iterator[None]:
+    """Turn the error of an optimizer that uses an operator which torch does not have for shards into a `ModelError`."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, ZgraphError) or ("harding" not in str(error) and "DTensor" not in str(error)):
+            raise
+        raise ModelError(
+            f"{type(optimizer).__name__} can't update weights that are divided over the ranks",
+            where="configure_optimizers",
+            why=str(error).splitlines()[0],
+            hint="zero=0 in the plan, with which each rank has whole weights; or an optimizer that updates each element by its own gradient",
         ) from error

@@ -19,7 +19,7 @@ from torch import fx
 from torch._decomp import decompositions as torch_decompositions
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.convert_frame import fullgraph_capture
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.exc import TorchDynamoException, Unsupported
 from torch._dynamo.functional_export import _compiling_state_context  # type: ignore[attr-defined]
 from torch._dynamo.pgo import auto_dynamic
 from torch._dynamo.source import TensorProperty, TensorPropertySource
@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.fx.experimental import _config as symbol_config
 from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
 
-from zgraph.torch_compat import fake_tensors, symbols, traceable_functions
+from zgraph.torch_compat import fake_tensors, library_functions, symbols, traceable_functions
 from zgraph.torch_compat.changing_numbers import split_numbers
 from zgraph.torch_compat.dynamo_asserts import asserts_on_values, texts_of_sizes
 from zgraph.torch_compat.dynamo_cache import fresh_dynamo_cache
@@ -98,7 +98,7 @@ def _log_methods() -> set[Any]:
 
 @contextlib.contextmanager
 def _stand_ins() -> Iterator[None]:
-    """Let dynamo trace the functions of `traceable_functions` in place of torch's own."""
+    """Let dynamo trace the functions of `traceable_functions` and `library_functions` in place of the libraries' own."""
     import torch.nn.functional as F
     from torch._dynamo import variables
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
@@ -117,10 +117,22 @@ def _stand_ins() -> Iterator[None]:
 
         return called
 
+    functions = {
+        torch.nn.modules.transformer._detect_is_causal_mask: traceable_functions.detect_is_causal_mask,
+        **library_functions.stand_ins(),
+    }
+
     def call(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        if variable.fn is torch.nn.modules.transformer._detect_is_causal_mask:
-            return traced(kinds.UserFunctionVariable(traceable_functions.detect_is_causal_mask), tx, args, kwargs)
-        return traced(variable, tx, args, kwargs)
+        function = functions.get(variable.fn)
+        if function is None:
+            return traced(variable, tx, args, kwargs)
+        return traced(kinds.UserFunctionVariable(function), tx, [*variable.self_args(), *args], kwargs)
+
+    def apply(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        function = functions.get(variable.fn_cls)
+        if function is None:
+            return applied(variable, tx, args, kwargs)
+        return traced(kinds.UserFunctionVariable(function), tx, args, kwargs)
 
     handlers: dict[Any, Any] = TorchInGraphFunctionVariable._get_handlers()
     ours = {
@@ -135,16 +147,63 @@ def _stand_ins() -> Iterator[None]:
         F.gaussian_nll_loss: stands(F.gaussian_nll_loss),  # (traced itself: it raises by a value)
     }
     theirs = {function: handlers[function] for function in ours if function in handlers}
-    traced = kinds.UserFunctionVariable.call_function
+    traced, applied = kinds.UserFunctionVariable.call_function, kinds.AutogradFunctionVariable.call_apply
     handlers.update(ours)
-    kinds.UserFunctionVariable.call_function = call
+    kinds.UserFunctionVariable.call_function, kinds.AutogradFunctionVariable.call_apply = call, apply
     try:
         yield
     finally:
-        kinds.UserFunctionVariable.call_function = traced
+        kinds.UserFunctionVariable.call_function, kinds.AutogradFunctionVariable.call_apply = traced, applied
         for function in ours:
             del handlers[function]
         handlers.update(theirs)
+
+
+@contextlib.contextmanager
+def _leaves_within() -> Iterator[None]:
+    """Leave out that a tensor of the forward's own begins to require gradients, if outputs are computed of it.
+
+    Transformers and PEFT let the output of frozen embeddings require gradients, for torch's older checkpoints: a backward gives the
+    parameters the same gradients without it. By itself dynamo refuses this. It still does where such a tensor is itself an output, or
+    kept by the model, whose `grad` could be asked for.
+    """
+    from torch._dynamo.output_graph import OutputGraph
+    from torch._dynamo.variables.builtin import SetAttrBuiltinVariable
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    checked, assigned = OutputGraph._check_requires_grad_intermediate_outputs, SetAttrBuiltinVariable._call_setattr
+
+    def check(output: Any, values: Any, tx: Any) -> None:
+        try:
+            checked(output, values, tx)
+        except Unsupported:
+            leaves = {v.as_proxy().node for v in output.leaf_var_creation_order if not v.source}
+            if leaves & {v.as_proxy().node for v in values if isinstance(v, TensorVariable)}:
+                raise
+            allowed = torch._C._functorch.set_inplace_requires_grad_allowed
+            for node in [n for n in output.graph.nodes if n.target in ("requires_grad_", allowed)]:
+                output.graph.erase_node(node)
+
+    def assign(variable: Any, tx: Any, obj: Any, name: Any, value: Any) -> Any:
+        if isinstance(obj, TensorVariable) and obj.source is None and name.as_python_constant() == "requires_grad":
+            obj.method_requires_grad_(tx, value)
+            return value
+        return assigned(variable, tx, obj, name, value)
+
+    there: Any = OutputGraph
+    builtin: Any = SetAttrBuiltinVariable
+    there._check_requires_grad_intermediate_outputs, builtin._call_setattr = check, assign
+    try:
+        yield
+    finally:
+        there._check_requires_grad_intermediate_outputs, builtin._call_setattr = checked, assigned
+
+
+@contextlib.contextmanager
+def _traced_otherwise() -> Iterator[None]:
+    """Let dynamo trace what it refuses by itself, and what it would trace as another function than is meant."""
+    with _stand_ins(), _leaves_within():
+        yield
 
 
 def capture_mode() -> Any:
@@ -197,7 +256,7 @@ def capture_flat(
         get_metrics_context(),
         dynamo_timed("fullgraph_capture"),
         asserts_on_values(),
-        _stand_ins(),
+        _traced_otherwise(),
         _fakes_of_unknown_sizes(),
         recorded(function, lists) as effects,
         _cached_calls(effects),

@@ -99,7 +99,7 @@ NAMES = {
     "DoRA": Names(
         "peft",
         "0.21",
-        "layers of DoRA get methods that can be captured, and that is no public interface",
+        "functions of DoRA's layers are captured as others that compute the same, and that is no public interface",
         (
             "peft.tuners.lora.dora:DoraLinearLayer.forward has dequantize_module_weight",
             "peft.tuners.lora.dora:DoraLinearLayer.get_weight_norm has transpose",
@@ -107,13 +107,57 @@ NAMES = {
             "peft.tuners.lora.dora:transpose",
         ),
     ),
+    "adapted parameters": Names(
+        "peft",
+        "0.21",
+        "the call of a layer whose parameters are adapted (target_parameters) is captured as another that computes the same, and that is no "
+        "public interface",
+        (
+            "peft.tuners.lora.layer:ParamWrapper._activate_lora has get_delta_factors",
+            "peft.tuners.lora.layer:LoraLayer._check_forward_args",
+            "peft.tuners.lora.layer:ParamWrapper.forward has _activate_lora",
+            "peft.tuners.lora.layer:ParamWrapper.get_delta_factors",
+        ),
+    ),
+    "LoHa and LoKr": Names(
+        "peft",
+        "0.21",
+        "the call of a layer with LoHa or LoKr is captured as another that computes the same, and that is no public interface",
+        (
+            "peft.tuners.loha.layer:LoHaLayer.forward has _get_delta_activations",
+            "peft.tuners.loha.layer:LoHaLayer.forward has module_dropout",
+            "peft.tuners.lokr.layer:LoKrLayer.forward has _get_delta_activations",
+            "peft.tuners.lokr.layer:LoKrLayer.forward has module_dropout",
+        ),
+    ),
+    "SHiRA": Names(
+        "peft",
+        "0.21",
+        "the sparse update of SHiRA's layers is captured as a dense one, and that is no public interface",
+        (
+            "peft.tuners.shira.layer:Linear.get_delta_weight has shira_indices",
+            "peft.tuners.shira.layer:Linear.get_delta_weight has shira_weight",
+        ),
+    ),
+    "VB-LoRA": Names(
+        "peft",
+        "0.21",
+        "matrices of VB-LoRA are captured as by another method that computes the same, and that is no public interface",
+        (
+            "peft.tuners.vblora.layer:VBLoRALayer.__init__ has vblora_logits_A",
+            "peft.tuners.vblora.layer:Linear._get_lora_matrices has vblora_vector_bank",
+            "peft.tuners.vblora.layer:Linear._get_low_rank_matrix",
+        ),
+    ),
     "fused heads": Names(
         "trl",
         "1.16",
-        "attach gives a model another forward than TRL's fused one, which no graph can hold, and that is no public interface",
+        "TRL's fused head is captured as another that computes the same, and that is no public interface",
         (
-            "trl.trainer.utils:_ChunkedLogProbFunction.forward takes ctx hidden weight bias targets temperature chunk_size"
+            "trl.kernels.chunked_logprob:ChunkedLogProbFunction.forward takes ctx hidden weight bias targets temperature chunk_size"
             " final_logit_softcapping logit_scale outputs",
+            "trl.kernels.chunked_logprob:_use_triton",
+            "trl.trainer.utils:_ChunkedLogProbFunction",
             "trl.trainer.utils:_use_triton",
             "trl.trainer.utils:add_fused_lm_head has _ChunkedLogProbFunction",
             "trl.trainer.utils:add_fused_lm_head has _use_triton",
