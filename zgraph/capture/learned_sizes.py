@@ -170,6 +170,7 @@ def _stand_in(tensor: torch.Tensor, shape: tuple[int, ...], device: torch.device
 
 
 KNOWN_VALUES = 256  # the most sets of constants that a family remembers
+RECENT = 8  # calls whose shapes a family remembers
 
 
 @dataclass
@@ -193,6 +194,9 @@ class Family:
     points: dict[Place, int] = field(default_factory=dict)  # the largest size of each so far
     # dimensions, and columns of constants, that the model needs as numbers, and why
     closed: dict[Place, str] = field(default_factory=dict)
+    # those that were closed together because they were equal in every call: they may be open again once they differ
+    closed_as_one: list[frozenset[Place]] = field(default_factory=list)
+    recent: tuple[Shapes, ...] = ()  # the shapes of the latest calls
     # dimensions that did not differ, and are open because they are equal to others that are
     alike: set[Place] = field(default_factory=set)
     # dimensions that did not differ, and that the model needs as numbers
@@ -227,6 +231,7 @@ class Family:
                 del self.by_values[next(iter(self.by_values))]
             if not self.first:
                 self.first, self.first_values = one, values
+            self.recent = (*self.recent, one)[-RECENT:]
             sizes = {(t, d): size for t, shape in enumerate(one) for d, size in enumerate(shape)}
             numbers: dict[tuple[int, int], int] = {}
             for place, size in sizes.items():
@@ -236,13 +241,22 @@ class Family:
                 self.equal[place] = numbers.setdefault((self.equal.get(place, 0), size), len(numbers))
             for constant in self.elements:
                 self._learn_elements(constant, values[constant])
+        self._open_parted()
         self._name(self._open())
+
+    def _open_parted(self) -> None:
+        """Open dimensions again that were closed as one size and have differed from each other since: perhaps only one of
+        them can't be a symbol."""
+        for places in [one for one in self.closed_as_one if len({self.equal[p] for p in one}) > 1]:
+            self.closed_as_one.remove(places)
+            for place in places:
+                self.closed.pop(place, None)
 
     def expect(self, shapes: Shapes, values: tuple[Value, ...], *, anticipate: bool) -> None:
         """Give names to the sizes of this rank's first call, which ranks have not learned from together: which call was
         the first, all ranks must know alike."""
         self.learn([(shapes, values)], anticipate=anticipate)
-        self.first, self.first_values, self.by_values = (), (), {}
+        self.first, self.first_values, self.by_values, self.recent = (), (), {}, ()
 
     def _learn_elements(self, constant: int, value: Value) -> None:
         """Take in a value of a constant whose elements may be sizes."""
@@ -350,6 +364,10 @@ class Family:
             self.tied |= decided
         else:
             self.closed.update(dict.fromkeys(places, why))
+            by_name: dict[str, set[Place]] = {}
+            for place in places:
+                by_name.setdefault(self.names[place], set()).add(place)
+            self.closed_as_one += [frozenset(one) for one in by_name.values() if len(one) > 1]
         self._name(self._open())
         return not presumed and not decided
 
@@ -453,14 +471,28 @@ class Family:
             for size in (signature.tensors[place[0]].shape[place[1]],)
         )
 
+    def of_one_call(self, names: Collection[str]) -> dict[str, int] | None:
+        """Return the sizes of these names in one of the latest calls: of the last one in which all are different, and
+        none is 0 or 1; None where there is none."""
+        for shapes in reversed(self.recent):
+            point = {name: shapes[number][dim] for (number, dim), name in self.names.items() if name in names}
+            if len({*point.values()} - {0, 1}) == len(point) == len(names):
+                return point
+        return None
+
     def open_sizes(
-        self, signature: Signature, at: Mapping[str, int] | None = None, without: Collection[str] = ()
+        self,
+        signature: Signature,
+        at: Mapping[str, int] | None = None,
+        without: Collection[str] = (),
+        beside: Mapping[str, int] | None = None,
     ) -> SymbolicSizes | None:
         """Return the sizes that a capture for this call has as symbols, except those in `without`; None where all of
         its sizes are numbers.
 
-        The capture is made `at` these sizes, by default at the typical ones, else at the largest so far. Elements of
-        constants, and sizes that constants may decide, have those of the first call that has such constants.
+        The capture is made `at` these sizes that a program has refused, else at those `beside` each other in one call,
+        by default at the typical ones, else at the largest so far. Elements of constants, and sizes that constants may
+        decide, have those of the first call that has such constants.
         """
         here = {n: size for n, size in self.point(signature).items() if n not in without}
         given = tuple(self.sources[at] for at in sorted(self.given))
@@ -488,7 +520,7 @@ class Family:
                 ranges[size.name] = (2, size.max)
             if size.typical is not None and size.name in points:
                 points[size.name] = size.typical
-        points |= {n: size for n, size in (at or {}).items() if n in points}
+        points |= {n: size for n, size in (at or beside or {}).items() if n in points}
         bounded = {n: min(p, ranges[n][1] or p) if n in ranges else p for n, p in points.items()}
         exact = {name for place, name in names_here.items() if signature.values and place not in self.free}
         return SymbolicSizes(

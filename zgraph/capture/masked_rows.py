@@ -30,6 +30,7 @@ def give_known_sizes(graph: fx.Graph) -> None:
         rows = sizes.with_nodes(graph, value.shape[dim])
         node.target, node.args = MASKED_ROWS, (node.args[0], mask, dim, rows)
         node.meta["val"] = _dense(value, list(value.shape))
+        node.meta.pop("unbacked_bindings", None)  # (Inductor looks for the operator that gives each of these)
 
 
 def masked_dim(node: fx.Node) -> int | None:

@@ -77,12 +77,17 @@ class CallSizes:
         self.known, self.call, self.family = known, call, family
         self.learn = family is not None
         self._asked: dict[str, int] | None = None  # sizes that no program serves yet
+        # sizes of one call, at which a program is made because the largest of several calls do not go together
+        self._beside: dict[str, int] | None = None
         self._fixed: set[str] = set()  # sizes that are numbers in this call's program, and symbols in others
         self._before: Family | None = None  # a copy of the family before this call
         self._alike = True  # whether all ranks have the same sizes
         self.closed = False  # whether sizes that were symbols are numbers from this call on
         self.apart = False  # whether ranks have different sizes or constants, which may need different programs
-        self.gives_numbers = True  # whether the program takes Python numbers, besides sizes, as inputs
+        self.gives_numbers = (
+            True  # whether the program takes Python numbers, besides sizes, as inputs, if there are any
+        )
+        self.takes_numbers = False  # whether there are any
         # (where elements of an input decide, each batch has others, and with these other sizes)
         self._anticipate = known.anticipate or bool(family is not None and family.elements)
         if family is not None and not family.first and (family.declared or self._anticipate):
@@ -146,7 +151,7 @@ class CallSizes:
         call; return it.
         """
         self._before, self._alike, self.apart = own._before, True, True
-        self._asked, self._fixed = None, set()
+        self._asked, self._beside, self._fixed = None, None, set()
         return self
 
     def _at(self, shapes: Shapes, values: tuple[Value, ...], device: str | None = None) -> CallSizes:
@@ -155,7 +160,9 @@ class CallSizes:
 
     def open_sizes(self) -> SymbolicSizes | None:
         """Return what the capture of this call's program treats as symbols; None if all sizes are numbers."""
-        return self.family.open_sizes(self.call, self._asked, self._fixed) if self.family is not None else None
+        if self.family is None:
+            return None
+        return self.family.open_sizes(self.call, self._asked, self._fixed, self._beside)
 
     def made_at(self, sizes: dict[str, int] | None) -> None:
         """Make the next program at these sizes, which the last one refused; if the last one was made so already, for
@@ -184,6 +191,9 @@ class CallSizes:
             return True
         if self.gives_numbers and names and not told:  # (the Python numbers may be the reason)
             self.gives_numbers = False
+            if any(self.known.rank.everyone.gather("whether a program takes Python numbers", self.takes_numbers)):
+                return True
+        if refused is None and not told and self._made_of_one_call(names):
             return True
         if family is None or not names or (refused is not None and not self._alike):
             self.restore()
@@ -218,6 +228,18 @@ class CallSizes:
         if family.close(sorted(gone), error.what):
             self.known.reasons.append((sorted(gone), error))
         return True
+
+    def _made_of_one_call(self, names: set[str]) -> bool:
+        """Let the next program be made at the sizes of one call, where the last one was made at the largest of several:
+        a model may take sizes that go together alone (words of a prompt and of an answer, and of both). Return whether
+        that is another try.
+        """
+        if self.family is None or self._asked is not None or self._beside is not None or self.call.values:
+            return False
+        before = self.open_sizes()
+        self._beside = self.family.of_one_call(names)
+        after = self.open_sizes()
+        return before is not None and after is not None and before.points != after.points
 
     @property
     def open_elements(self) -> set[str]:

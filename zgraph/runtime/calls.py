@@ -381,14 +381,14 @@ class Calls:
         asked, before = with_values(sizes.open_sizes(), sizes.call.constants), self.rank.entries.get(match.before or "")
         if not sizes.gives_numbers:
             return dataclasses.replace(asked, numbers=()) if asked is not None else None
-        if before is None:
-            return asked
-        args, kwargs = sizes.call.call
-        changed = before.trace.flat.changed_numbers(self.rank.module, args, kwargs)
-        if not changed:
-            return asked
-        asked = asked or SymbolicSizes({}, {})
-        return dataclasses.replace(asked, numbers=tuple(dict.fromkeys([*asked.numbers, *changed])))
+        if before is not None:
+            args, kwargs = sizes.call.call
+            changed = before.trace.flat.changed_numbers(self.rank.module, args, kwargs)
+            if changed:
+                asked = asked or SymbolicSizes({}, {})
+                asked = dataclasses.replace(asked, numbers=tuple(dict.fromkeys([*asked.numbers, *changed])))
+        sizes.takes_numbers = bool(asked is not None and asked.numbers)
+        return asked
 
     def _asked(self, sizes: CallSizes, *, refused: bool) -> dict[str, int] | None:
         """Return the sizes of the first rank whose program refuses them; None if no rank's does. All ranks must call

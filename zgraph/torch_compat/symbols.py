@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import itertools
 import math
 import operator
 import weakref
@@ -222,7 +223,14 @@ def most(size: Any) -> int:
 @functools.lru_cache(4096)
 def _upper(expr: Any, ranges: frozenset[tuple[Any, int, int]]) -> int:
     """Return the upper bound of an expression whose symbols have these ranges (symbol, least, most)."""
-    return int(bound_sympy(expr, {symbol: ValueRanges(low, high) for symbol, low, high in ranges}).upper)
+    bound = bound_sympy(expr, {symbol: ValueRanges(low, high) for symbol, low, high in ranges}).upper
+    if bound is not int_oo and bound.is_finite:
+        return int(bound)
+    # (A quotient of rounded sizes whose divisor is no 0, which the ranges alone do not say: padded // (padded // 4).)
+    names = [symbol for symbol, *_ in ranges]
+    ends = itertools.product(*((low, high) for _, low, high in ranges))
+    values = [expr.xreplace(dict(zip(names, map(sympy.Integer, end), strict=True))) for end in ends]
+    return max(int(value) for value in values if value.is_finite)
 
 
 def upper_bound(env: Any, symbol: Symbol, ranges: Mapping[Symbol, tuple[int, int | None]]) -> int | None:
