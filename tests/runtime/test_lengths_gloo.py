@@ -393,6 +393,23 @@ def test_steps_of_ranks_on_several_sides(two, zero, micro):
         assert worst < 1e-6 and programs == 4  # (a side each, and a length of 1)
 
 
+class Shifted(Sentences):
+    """Foretells each word from those before it: of two words one is foretold, and a size of 1 is a number."""
+
+    def forward(self, words, targets):
+        logits = self.head(nn.functional.gelu(self.up(self.embed(words))))[:, :-1]
+        return cross_entropy(logits.flatten(0, 1), targets[:, 1:].flatten()) + self.places.weight.sum()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_length_of_two_beside_longer_ones_where_the_last_word_is_left_out(two, zero):
+    steps = [((3, 12), (3, 12)), ((3, 9), (3, 20)), ((3, 2), (4, 7)), ((2, 30), (3, 2)), ((5, 2), (2, 2))]
+    for worst, programs in two.run(gradients, zero, "eager", steps, Shifted):
+        assert worst < 2e-6
+        assert len(programs) <= 4
+
+
 class Longest(nn.Module):
     """Pads two documents to the longer one: its code has a branch for each."""
 

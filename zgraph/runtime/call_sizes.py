@@ -181,7 +181,7 @@ class CallSizes:
     def give_up(self, error: ZgraphError, refused: Entry | None) -> bool:
         """Turn symbols into numbers after a capture with symbols has failed. Return False, with the knowledge before
         this call restored, if nothing is left to give up. Raises `SignatureError` if the sizes are out of the range of
-        the `refused` program.
+        the `refused` program, `TwoSidesError` if they are numbers in a program for one rank's alone.
         """
         family = self.family
         names = set(self.point) - self._fixed
@@ -195,6 +195,13 @@ class CallSizes:
                 return True
         if refused is None and not told and self._made_of_one_call(names):
             return True
+        if refused is not None and told and not self._alike:  # (words but for the last one, of two)
+            raise TwoSidesError(
+                "ranks have sizes that no one program serves",
+                where=error.where,
+                why=f"{error.what} in the program for those of one rank",
+                hint="let the ranks' batches be on one side of what the model's code makes a number",
+            )
         if family is None or not names or (refused is not None and not self._alike):
             self.restore()
             if refused is not None and isinstance(error, CaptureError):
