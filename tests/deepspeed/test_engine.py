@@ -1086,3 +1086,31 @@ def test_one_cycle_says_the_betas_it_sets():
         assert schedule.get_mom() == [optimizer.param_groups[0]["betas"]]
     still = OneCycle(optimizer, cycle_min_lr=0.01, cycle_max_lr=0.1, cycle_momentum=False)
     assert still.get_mom() is None
+
+
+@pytest.mark.parametrize("again", ["load", "compile"])
+def test_an_update_of_zeros_leaves_what_was_loaded_before_the_first_step(tmp_path, again):
+    """(Most low weights of a checkpoint round to those of the beginning, and are none of it.)"""
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 4.0}}
+    config = changed(bf16={"enabled": True}, zero_optimization={"stage": 0}, optimizer=optimizer)
+
+    def train(engine, steps):
+        for step in range(steps):
+            rows = torch.randn(2, 8, generator=torch.Generator().manual_seed(step)).bfloat16()
+            engine.backward(1e-3 * engine(rows).float().square().mean())
+            engine.step()
+        return [p.full_tensor().clone() for p in engine.module.parameters()]
+
+    engine, *_ = initialized(config=config)
+    begun = [p.full_tensor().clone() for p in engine.module.parameters()]
+    wanted = train(engine, 2)
+    assert not all(torch.equal(a, b) for a, b in zip(begun, wanted, strict=True))
+    engine.save_checkpoint(tmp_path)
+    other, *_ = initialized(config=config)
+    if again == "load":
+        other.load_checkpoint(tmp_path)
+        assert all(torch.equal(p.full_tensor(), w) for p, w in zip(other.module.parameters(), wanted, strict=True))
+        wanted = train(engine, 2)
+    else:
+        other.compile(backend="eager", compile_kwargs={"dynamic": True})
+    assert all(torch.equal(a, b) for a, b in zip(train(other, 2), wanted, strict=True))

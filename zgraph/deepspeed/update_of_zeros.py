@@ -71,43 +71,56 @@ class _Decayed:
     those that it began with.
 
     An update takes the master weight where that rounds to the low one, and the low one where it does not (a script has
-    changed it). So the decayed ones are there while an update runs, and stay if it was not skipped.
+    changed it). So the decayed ones are there while an update runs, and stay if it was not skipped. A parameter that
+    was written to meanwhile, by a script or from a checkpoint, stays as it is.
     """
 
     def __init__(self, handle: Handle, before: Mapping[str, torch.Tensor]) -> None:
         self._handle = handle
-        self._before = before
+        self._before = dict(before)
         self._after = {name: weight.clone() for name, weight in _weights(handle).items()}
+        self._shards = handle.runtime.shards  # (others, with counts of their own, once the model is compiled again)
+        self._versions: dict[str, tuple[int, ...]] = {}
         self._hooks: list[Any] = []
         self._skipped = 0
 
     def wait_for_a_step(self) -> None:
         """Put the weights aside until the first step that is not skipped."""
-        self._change(self._after, self._before)
+        self._write(self._before)
         optimizer = self._handle.runtime.updater.optimizer
         assert optimizer is not None
         self._hooks = [optimizer.register_step_pre_hook(self._step), optimizer.register_step_post_hook(self._stepped)]
 
     def _step(self, *_: Any) -> None:
+        weights = _weights(self._handle)
+        self._before = {n: w for n, w in self._before.items() if n in weights and self._is_untouched(n, weights[n])}
         self._skipped = self._handle.runtime.updater.outcomes.skipped()
-        self._change(self._before, self._after)
+        self._write(self._after)
+
+    def _is_untouched(self, name: str, weight: torch.Tensor) -> bool:
+        shards = self._handle.runtime.shards
+        if shards is self._shards:
+            return shards.version(name) == self._versions[name]
+        return torch.equal(weight, self._before[name])
 
     def _stepped(self, *_: Any) -> None:
         updater = self._handle.runtime.updater
         updater.settle()
         if updater.outcomes.skipped() > self._skipped:
-            self._change(self._after, self._before)
+            self._write(self._before)
             return
         for hook in self._hooks:
             hook.remove()
         self._before = self._after = {}
 
-    def _change(self, old: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor]) -> None:
-        """Write `new` where weights are `old`, and leave what a script or a checkpoint has written."""
+    def _write(self, values: Mapping[str, torch.Tensor]) -> None:
+        runtime = self._handle.runtime
         for name, weight in _weights(self._handle).items():
-            if name in old:
-                weight.copy_(torch.where(weight == old[name], new[name], weight))
-        self._handle.runtime.weights_changed(list(old))
+            if name in self._before:
+                weight.copy_(values[name])
+        runtime.weights_changed(list(self._before))
+        self._shards = runtime.shards
+        self._versions = {name: runtime.shards.version(name) for name in self._before}
 
 
 def count_ahead(handle: Handle) -> None:
