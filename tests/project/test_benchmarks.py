@@ -464,6 +464,29 @@ def test_a_trace_says_what_of_the_links_time_nothing_hides() -> None:
         exposed_in([e for e in events if e["name"] != sleep])
 
 
+def test_lengths_benchmark_writes_its_rows_beside_those_of_other_parts_and_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = benchmark("lengths")
+    page = (BENCHMARKS / "results" / "lengths.md").read_text()
+    monkeypatch.setattr(lengths, "RESULT", tmp_path / "lengths.md")
+    lengths.RESULT.write_text(page)
+    found = {"ratio": 0.5, "seconds": {"GPT-2 4 captured": 0.5}}
+    monkeypatch.setattr(lengths, "measured", lambda *_: found)
+    monkeypatch.setattr(sys, "argv", ["lengths.py", "--parts", "at", "--write"])
+    for _ in range(2):
+        lengths.main()
+    written = lengths.RESULT.read_text()
+    rows = [line for line in written.splitlines() if line.startswith("| ")]
+    before = [line for line in page.splitlines() if line.startswith("| ")]
+    changed = [line for line in rows if line not in before]
+    assert len(rows) == len(before)
+    assert changed[-1].startswith(
+        "| seconds of Program.at(sizes), the slowest of all programs | 0.2 | 0.500 | missed |"
+    )
+    assert written.partition("\n## ")[2] == page.partition("\n## ")[2]
+
+
 # -- the link ---------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def linked() -> Iterator[Ranks]:
