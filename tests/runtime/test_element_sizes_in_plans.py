@@ -7,10 +7,11 @@ import random
 
 import pytest
 import torch
-from test_element_sizes import Images, call, grids, pair, same
+from test_element_sizes import Compares, Images, call, grids, pair, same
 from torch import nn
 
 import zgraph
+from zgraph.build.planned_step import captured_program
 from zgraph.cli.targets import TargetError
 from zgraph.passes.analysis.live_memory import memory_of
 
@@ -103,3 +104,10 @@ def test_images_without_a_largest_size_are_constants_beside_a_budget(caplog):
 def test_verify_takes_elements_beside_a_budget():
     plan = zgraph.Plan(backend="eager", shapes="dynamic", memory_budget="1MiB")
     assert zgraph.verify(Tabled(), plan, 1, call((1, 4, 6)), compiled=True).ok
+
+
+def test_what_is_looked_at_without_a_run_finds_elements():
+    program = captured_program(Images(), zgraph.Plan(backend="eager"), call((1, 4, 6), (1, 8, 10)), 1)
+    assert program.sizes.needed == ("grid_0_1_by_2", "grid_0_2_by_2", "grid_1_1_by_2", "grid_1_2_by_2")
+    constants = captured_program(Compares(), zgraph.Plan(backend="eager"), call((1, 4, 6)), 1)
+    assert not constants.sizes

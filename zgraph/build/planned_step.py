@@ -27,14 +27,14 @@ from zgraph.capture.learned_sizes import LearnedSizes, Signature
 from zgraph.capture.replaced_forward import signature_of, unbound
 from zgraph.capture.symbolic_capture import SymbolicSizes
 from zgraph.capture.tensor_parallel_layout import divided_layout
-from zgraph.capture.value_inputs import declared_values, with_values
-from zgraph.errors import ArgumentError, ModelError, PlanError, refuse_unless
+from zgraph.capture.value_inputs import ValueInputs, with_values
+from zgraph.errors import ArgumentError, ModelError, PlanError, ZgraphError, refuse_unless
 from zgraph.parameters.layout import planned_layout
 from zgraph.parameters.mixed_precision import check, prepare
 from zgraph.passes import History
 from zgraph.passes.analysis.costs import Costs
 from zgraph.plan.plan import Plan, plan_of
-from zgraph.plan.shapes import sizes_in
+from zgraph.plan.shapes import sizes_in, values_in
 from zgraph.program.program import TENSOR_DIM, OutputRole, ParamSpec, Program
 from zgraph.torch_compat import inductor_code
 from zgraph.update.owned_parameters import within
@@ -144,20 +144,58 @@ def captured_program(model: nn.Module, plan: Plan, inputs: Inputs, world: int) -
         if math.prod(plan.resolve_mesh(world).values()) > 1:
             undo.callback(former_storages(model).note_early(model))
         undo.enter_context(prepare(model, precision, specs))
-        constants = declared_values(plan.dynamic, forward, args, kwargs)
-        opened = with_values(declared_sizes(plan, forward, signed(model, args, kwargs, constants)), constants)
-        traced = trace(model, forward, args, kwargs, specs, sizes, device, precision, opened)
-    decompositions = inductor_code.inductor_decompositions() if plan.backend == "inductor" else {}
-    joint = traced.joint(traced.pattern, decompositions, "train" if traced.pattern else "eval")
+        trace_of = functools.partial(
+            trace, model, forward, args, kwargs, specs, sizes, device, precision
+        )  # (takes the open sizes)
+        decompositions = inductor_code.inductor_decompositions() if plan.backend == "inductor" else {}
+
+        def captured(opened: SymbolicSizes | None) -> Program:
+            traced = trace_of(opened)
+            return traced.joint(traced.pattern, decompositions, "train" if traced.pattern else "eval")
+
+        joint = _with_found_values(captured, model, plan, forward, (args, kwargs))
     joint.params = divided_layout(joint, plan, costs_of(plan, device), model)
     return joint
 
 
-def declared_sizes(plan: Plan, forward: Callable[..., Any], call: Signature) -> SymbolicSizes | None:
-    """Return the sizes of a call that a plan declares to differ from call to call; None where it declares none."""
+def _with_found_values(
+    captured: Callable[[SymbolicSizes | None], Program],
+    model: nn.Module,
+    plan: Plan,
+    forward: Callable[..., Any],
+    call: tuple[tuple[Any, ...], dict[str, Any]],
+) -> Program:
+    """Return the program that `captured` makes of a call with its open sizes. Where forward decides by the values of
+    inputs these are constants, and those of their elements that only set sizes are symbols, as in a run's first program
+    (without ranks, and without learning which sizes can't be symbols: then all elements are numbers).
+    """
+    values = ValueInputs(plan.dynamic, forward)
+    while True:
+        constants = values.of(*call)
+        signature = signed(model, *call, constants)
+        opened = declared_sizes(plan, forward, signature)
+        tries = [with_values(opened, constants)]
+        if values.names != values_in(plan.dynamic):
+            tries.insert(0, with_values(declared_sizes(plan, forward, signature, elements=True), constants))
+        for sizes in tries:
+            try:
+                return captured(sizes)
+            except ZgraphError as error:
+                failed = error
+        if not values.next_try(failed, signature):
+            raise failed
+
+
+def declared_sizes(
+    plan: Plan, forward: Callable[..., Any], call: Signature, *, elements: bool = False
+) -> SymbolicSizes | None:
+    """Return the sizes of a call that a plan declares to differ from call to call; None where it declares none. With
+    `elements` also those of constants, and the sizes that are likely to differ with these."""
     parameters = list(signature_of(forward).parameters.values())[1:]
     dynamic = sizes_in(plan.dynamic)
-    return LearnedSizes(dynamic, parameters).opened(call) if dynamic else None
+    if not dynamic and not elements:
+        return None
+    return LearnedSizes(dynamic, parameters, values=values_in(plan.dynamic)).opened(call, anticipate=elements)
 
 
 def update_program(model: nn.Module, plan: Plan, world: int) -> History:

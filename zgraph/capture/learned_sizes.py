@@ -628,11 +628,11 @@ class LearnedSizes:
         known = {at for at, constant in enumerate(signature.constants) if constant.dtype in KNOWN_DTYPES}
         return {at: path for at, path in named if path not in self.values and at in known}
 
-    def opened(self, signature: Signature) -> SymbolicSizes | None:
-        """Return the sizes that a capture for one call has as symbols: the declared ones. Raises as `family` and
-        `Family.point` do."""
+    def opened(self, signature: Signature, *, anticipate: bool = False) -> SymbolicSizes | None:
+        """Return the sizes that a capture for one call has as symbols: the declared ones, and those that are likely to
+        differ if it is to `anticipate` them. Raises as `family` and `Family.point` do."""
         family = self.family(signature)
-        family.learn([(signature.shapes, signature.values)], anticipate=False)
+        family.learn([(signature.shapes, signature.values)], anticipate=anticipate)
         return family.open_sizes(signature)
 
     def _declared(self, signature: Signature, paths: Sequence[str]) -> dict[Place, Size]:
