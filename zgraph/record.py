@@ -115,6 +115,12 @@ class Record(BaseModel, frozen=True, extra="forbid"):
 def _plan_errors(record: type[Record]) -> Iterator[None]:
     try:
         yield
+    except TypeError as error:  # (pydantic calls the constructor of a record inside of another with its keys)
+        if "keywords must be strings" not in str(error):
+            raise
+        raise PlanError(
+            f"a key of {record.__name__}, or of a record in it, is no text", hint="keys are names of fields"
+        ) from None
     except ValidationError as error:
         raise joined([problem for detail in error.errors() for problem in _problems(record, detail)]) from None
 

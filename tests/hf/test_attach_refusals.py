@@ -11,7 +11,7 @@ from torch import nn
 from trainers import as_launched, collator, model_of, trainer_of
 
 import zgraph
-from zgraph.errors import ModelError, NonFiniteError, PlanError, ZgraphError
+from zgraph.errors import ArgumentError, ModelError, NonFiniteError, PlanError, ZgraphError
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -76,6 +76,7 @@ def test_an_argument_that_clashes(name, tmp_path):
         ({"grad_clip": zgraph.GradClip(value=1.0)}, "max_grad_norm"),
         ({"micro_batches": 2}, "gradient_accumulation_steps"),
         ({"loss_average": "token"}, "average_tokens_across_devices"),
+        ({"elastic": zgraph.Elastic(batch=4, micro_batch=2)}, "per_device_train_batch_size"),
     ],
 )
 def test_a_plan_that_says_what_arguments_say(fields, said, tmp_path):
@@ -107,6 +108,31 @@ def test_values_that_agree_with_the_arguments_are_taken(tmp_path):
 def test_no_plan_and_a_dict_with_a_key_that_plans_have_not(tmp_path):
     refused(trainer(tmp_path), None, PlanError, "there is no plan")
     refused(trainer(tmp_path), {"zero": 2, "backends": "eager"}, PlanError, "backends")
+
+
+@pytest.mark.parametrize("given", [zgraph.Plan, 3, [zgraph.Plan()]])
+def test_what_is_no_plan(given, tmp_path):
+    refused(trainer(tmp_path), given, ArgumentError, "the plan of a Trainer takes a zgraph.Plan, a dict, or the path")
+    if given == 3:
+        with pytest.raises(ArgumentError, match="the path of a file, not a value of type int"):
+            arguments = zgraph.hf.TrainingArguments(str(tmp_path), deepspeed=given, use_cpu=True, report_to=[])
+            zgraph.hf.Trainer(model_of("gpt2"), arguments)
+
+
+def test_keys_of_a_plan_that_are_no_texts(tmp_path):
+    refused(trainer(tmp_path), {"shapes": {1: [8]}}, PlanError, "is no text")
+
+
+def test_a_model_of_which_nothing_trains(tmp_path):
+    model = model_of("gpt2").requires_grad_(False)
+    made = zgraph.hf.attach(transformers.Trainer(model, plain(tmp_path), train_dataset=[{"labels": 1}]), PLAN)
+    with pytest.raises(ModelError, match="no parameter of the trainer's model trains"):
+        made.train()
+
+
+def test_a_model_that_torch_has_compiled(tmp_path):
+    made = transformers.Trainer(torch.compile(model_of("gpt2")), plain(tmp_path))
+    refused(made, PLAN, ModelError, "wrapped already, in OptimizedModule")
 
 
 def test_what_needs_an_optimizer_goes_into_a_dict_or_a_file(tmp_path):

@@ -44,6 +44,12 @@ def _refuse_model(trainer: Any) -> None:
             why="train() or another library has prepared it",
             hint="attach before train(), to a new Trainer with the plain model",
         )
+    if type(model).__name__ == "OptimizedModule":
+        raise ModelError(
+            "the trainer's model is wrapped already, in OptimizedModule",
+            why="torch.compile would stand around what attach compiles",
+            hint="give the Trainer the model without torch.compile",
+        )
     if is_compiled(model):
         raise ModelError(
             "the trainer's model is compiled already",

@@ -63,3 +63,13 @@ def refuse_unfrozen(model: Any, without: list[str]) -> None:
             why="a Trainer's optimizer has the parameters that were trained when it was made, and leaves others as they are",
             hint="let it require gradients when attach is called (freeze it after that); or give the Trainer an optimizer with it",
         )
+
+
+def refuse_all_frozen(model: Any) -> None:
+    """Raise `ModelError` if no parameter of a model's is to be trained."""
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ModelError(
+            "no parameter of the trainer's model trains",
+            why="all are frozen, and the loss has no gradient",
+            hint="requires_grad_() on those that are to train, before attach; of an adapter is_trainable=True, or no inference_mode",
+        )

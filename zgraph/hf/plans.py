@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from zgraph import deepspeed
 from zgraph.deepspeed.read_config import FROM_ARGUMENTS
-from zgraph.errors import PlanError
+from zgraph.errors import PlanError, refuse_unless
 from zgraph.hf.schedules import check_schedule, refuse_difference
 from zgraph.plan import planfile
 from zgraph.plan.clipping_and_ema import GradClip
@@ -27,6 +27,7 @@ _BY_ARGUMENTS = {
     "grad_clip": "max_grad_norm",
     "micro_batches": "gradient_accumulation_steps",
     "loss_average": "average_tokens_across_devices",
+    "elastic": "per_device_train_batch_size, gradient_accumulation_steps",
 }
 
 _FIELDS = Plan.model_fields.keys()
@@ -74,6 +75,13 @@ def _only(given: Given | None, of_arguments: Given | None) -> Given:
             hint="leave one of them out",
         )
     plan = of_arguments if given is None else given
+    refuse_unless(
+        plan is None or isinstance(plan, Plan | str | PathLike | Mapping),
+        "the plan of a Trainer",
+        plan,
+        "a zgraph.Plan, a dict, or the path of a file",
+        hint="zgraph.hf.attach(trainer, zgraph.Plan(zero=3))",
+    )
     if plan is None:
         raise PlanError("there is no plan", hint="zgraph.hf.attach(trainer, zgraph.Plan(zero=3)), or a plan's file")
     return plan

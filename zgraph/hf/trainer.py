@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from zgraph.api.peft_adapters import FILE, is_adapted, load_adapter
-from zgraph.hf.optimizers import refuse_unfrozen
+from zgraph.hf.optimizers import refuse_all_frozen, refuse_unfrozen
 from zgraph.hf.schedules import scheduler_for
 from zgraph.hf.synced_references import sync_with_whole_weights
 from zgraph.hf.vllm_weights import stream_to_vllm
@@ -62,7 +62,9 @@ class Attached:
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, *args: Any, **kwargs: Any) -> Any:
-        """Set and return the Trainer's own scheduler, or that of the DeepSpeed configuration that it was attached by."""
+        """Set and return the Trainer's own scheduler, or that of the DeepSpeed configuration that it was attached by; a training
+        begins with it. Raises `ModelError` if nothing is to be trained."""
+        refuse_all_frozen(self.model)
         if self.scheduler_section is None:
             return super().create_scheduler(num_training_steps, *args, **kwargs)  # type: ignore[misc]
         optimizer = self.model.zgraph.optimizer
