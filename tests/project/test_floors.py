@@ -3,6 +3,7 @@
 import ast
 import functools
 import re
+from collections import Counter
 from pathlib import Path
 
 import networkx
@@ -96,6 +97,12 @@ def test_a_file_with_a_pass_has_its_name():
             if isinstance(decorator, ast.Call) and ast.unparse(decorator.func).endswith("graph_pass")
         ]
         assert found in ([], [path.stem]), f"{name} holds {found}"
+
+
+def test_no_two_files_of_tests_have_one_name():
+    """(Tests are imported by the names of their files, on ranks as well.)"""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, times in names.items() if times > 1] == []
 
 
 def test_an_import_inside_a_function_is_seen_too(tmp_path):
