@@ -33,7 +33,7 @@ def _has_triton() -> bool:
 def served(format: str, block: int, dtype: torch.dtype) -> bool:
     """Return whether the kernels serve a format: one with scales, in blocks that a kernel can hold and that share no
     byte."""
-    apart = format != "int4" or block % 2 == 0
+    apart = block_quantization.blocks_are_apart(format, block)
     return format in block_quantization.LARGEST and block <= MOST_BLOCK and apart and dtype in DTYPES
 
 

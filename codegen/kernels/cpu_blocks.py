@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zgraph.program.block_quantization import LARGEST, bytes_of
+from zgraph.program.block_quantization import LARGEST, blocks_are_apart, bytes_of
 from zgraph.torch_compat import cpp_library
 
 logger = logging.getLogger(__name__)
@@ -50,16 +50,17 @@ def _library() -> ctypes.CDLL | None:
 def quantizes(format: str, block: int, *, drawn: bool = False) -> bool:
     """Return whether `quantize` serves a format: one with scales, in blocks that share no byte; drawn, one of whole
     numbers."""
-    return format in LARGEST and not (drawn and format == "fp8") and _apart(format, block) and _library() is not None
+    return (
+        format in LARGEST
+        and not (drawn and format == "fp8")
+        and blocks_are_apart(format, block)
+        and _library() is not None
+    )
 
 
 def dequantizes(format: str, block: int) -> bool:
     """Return whether `dequantize` and `mean` serve a format."""
-    return format in _FORMATS and _apart(format, block) and _library() is not None
-
-
-def _apart(format: str, block: int) -> bool:
-    return format != "int4" or block % 2 == 0
+    return format in _FORMATS and blocks_are_apart(format, block) and _library() is not None
 
 
 def quantize(x: Tensor, format: str, block: int, parts: int, key: Tensor | None = None) -> Tensor:

@@ -52,6 +52,11 @@ def bytes_of(elements: int, format: str, block: int) -> int:
     return _SCALE * -(-elements // block) + payload
 
 
+def blocks_are_apart(format: str, block: int) -> bool:
+    """Return whether no byte has elements of two blocks, so that blocks can be worked on at once."""
+    return format != "int4" or block % 2 == 0
+
+
 def to_blocks(x: Tensor, format: str, block: int, parts: int, key: Tensor | None = None) -> Tensor:
     """Quantize `x` to bytes (see the module's docstring): rounded at random by `key` (drawn), or to the nearest
     without one."""
