@@ -80,6 +80,12 @@ def test_kernels_give_the_bits_of_torchs_operators(threads: int) -> None:
     assert [case for _ in range(150) for case in wrong(draw)] == []
 
 
+def test_results_of_torchs_operators_are_contiguous_as_their_fakes() -> None:
+    """(A part that no block divides was a slice, whose strides Inductor's code refuses.)"""
+    sent = blocks.to_blocks(torch.ones(2, 301), "int8", 256, 2)
+    assert blocks.from_blocks(sent, "int8", 256, 2, [2, 301], torch.float32).stride() == (301, 1)
+
+
 def test_an_empty_tensor_is_no_bytes() -> None:
     sent = blocks.TO_BLOCKS(torch.empty(0), "int8", 256, 2)
     assert sent.numel() == 0 and blocks.FROM_BLOCKS(sent, "int8", 256, 2, [0, 3], torch.float32).shape == (0, 3)

@@ -174,7 +174,7 @@ def _to_blocks_fed(
 
 
 def from_blocks(sent: Tensor, format: str, block: int, parts: int, shape: list[int], dtype: torch.dtype) -> Tensor:
-    return _parts(sent, format, block, parts, math.prod(shape) // parts).reshape(shape).to(dtype)
+    return _parts(sent, format, block, parts, math.prod(shape) // parts).reshape(shape).to(dtype).contiguous()
 
 
 def mean_of_blocks(sent: Tensor, format: str, block: int, parts: int, shape: list[int], dtype: torch.dtype) -> Tensor:
