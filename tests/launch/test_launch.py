@@ -20,6 +20,7 @@ import zgraph.cli.launch as command
 import zgraph.launch.run as runs
 from zgraph.cli.app import app
 from zgraph.errors import MeshError
+from zgraph.launch import process_tree
 from zgraph.launch.bind_cores import cores_of, share_of
 from zgraph.launch.commands import Job, carried, losses_of, remote, torchrun
 from zgraph.launch.environment import of_files, passed_on, read
@@ -483,19 +484,43 @@ def test_a_rank_is_warned_as_without_a_watcher(tmp_path):
     assert "rank 0 died" in rank.communicate(timeout=60)[1] and rank.returncode == -signal.SIGUSR1
 
 
-def test_a_rank_that_was_failing_when_it_was_asked_to_end_is_told_first(tmp_path):
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_rank_that_was_failing_when_it_was_asked_to_end_is_told_first(asks, tmp_path):
     """On one machine torchrun ends it, as soon as a rank that has missed it is faster to end."""
     dead, out = f"{tmp_path}/dead", f"{tmp_path}/pid"
     slow = watched(1, RAISES.format("ValueError: a fault") + f"echo $$ > {out}; touch {dead}; sleep 300")[-1]
     lost = RAISES.format("RuntimeError: Connection closed by peer") + "exit 1"
     lost = watched(0, AFTERWARDS.replace("DEAD", dead) + lost)[-1]
-    # (a shell in torchrun's place)
-    line = f"setsid bash -c {shlex.quote(slow)} & bash -c {shlex.quote(lost)}; kill -TERM -- -$(ps -o sid= -p $(cat {out})); wait; exit 1"
+    # (a shell in torchrun's place, which asks the rank to end, or has ended by itself: then the launcher asks)
+    session = f"$(ps -o sid= -p $(cat {out}) | tr -d ' ')"
+    ask = f"kill -TERM -- -{session}; wait; " if asks else ""
+    line = f"setsid bash -c {shlex.quote(slow)} & bash -c {shlex.quote(lost)}; {ask}exit 1"
     shown = io.StringIO()
     assert runs.run({"n0": ["bash", "-c", line]}, out=shown) == 1
     last = shown.getvalue()[shown.getvalue().index("zgraph launch: ") :]
     assert "rank 1 (local rank 0 on" in last.splitlines()[0] and "was failing when it was ended" in last.splitlines()[0]
     assert last.splitlines()[2] == "    ValueError: a fault" and "rank 0" in last
+
+
+def test_processes_are_listed_behind_their_parents(tmp_path, monkeypatch):
+    """So a watcher is asked to end before its rank, whatever their numbers; and numbers given anew are no endless circle."""
+    monkeypatch.setattr(process_tree, "_PROC", tmp_path)
+    for pid, parent, state in (
+        (40, 1, "S"),
+        (9, 40, "S"),
+        (33, 9, "R"),
+        (8, 33, "S"),
+        (5, 8, "Z"),
+        (60, 61, "S"),
+        (61, 60, "S"),
+        (70, 1, "S"),
+    ):
+        (tmp_path / str(pid)).mkdir()
+        (tmp_path / str(pid) / "stat").write_text(f"{pid} (a) b) {state} {parent} {pid} 0")
+        (tmp_path / str(pid) / "environ").write_bytes(b"A=1\0MARK=1\0" if pid in (40, 60) else b"A=1\0")
+    *line, one, other = process_tree.tree("MARK")
+    assert line == [40, 9, 33, 8] and {one, other} == {60, 61}
+    assert process_tree.tree("NONE", leader=9) == [9, 33, 8]
 
 
 def test_a_rank_ends_with_its_watcher(tmp_path):

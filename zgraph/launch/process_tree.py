@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import uuid
+from collections.abc import Iterable
 from pathlib import Path
 
 _PROC = Path("/proc")
@@ -20,9 +21,9 @@ def mark() -> str:
     return f"_ZGRAPH_LAUNCH_{uuid.uuid4().hex}"
 
 
-def tree(name: str, leader: int | None = None) -> set[int]:
+def tree(name: str, leader: int | None = None) -> list[int]:
     """Return the running processes whose environment has the variable `name`, those of the process group `leader`, and their
-    descendants."""
+    descendants, each behind its parent."""
     entry, pids, parents = f"\0{name}=".encode(), set[int](), dict[int, int]()
     for folder in _PROC.glob("[0-9]*"):
         pid = int(folder.name)
@@ -35,11 +36,15 @@ def tree(name: str, leader: int | None = None) -> set[int]:
                 pids.add(pid)
     while more := {pid for pid, parent in parents.items() if parent in pids} - pids:
         pids |= more
-    return pids
+    ordered: list[int] = []
+    while pids:  # (a number given anew while this reads may make a circle of parents: then in any order)
+        ordered += (eldest := {pid for pid in pids if parents[pid] not in pids} or pids)
+        pids = pids - eldest
+    return ordered
 
 
-def send(pids: set[int], number: int) -> None:
-    """Send a signal to processes, those that have ended left out."""
+def send(pids: Iterable[int], number: int) -> None:
+    """Send a signal to processes, those that have ended left out. (Parents first, so who watches a child knows when it ends that it was asked to.)"""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)

@@ -85,11 +85,11 @@ class _Node:
                 self.last.append(text)
                 self._shown.write(f"{self.name}: {text}" if self._shown.several else text)
 
-    def left(self) -> set[int]:
-        """Return the processes of the command that still run: itself, and all that it has started."""
+    def left(self) -> Sequence[int]:
+        """Return the processes of the command that still run, parents first: itself, and all that it has started."""
         running = self.process.poll() is None
         pids = tree(self._mark, self.process.pid if running else None)
-        return pids | {self.process.pid} if running else pids
+        return [self.process.pid, *pids] if running and self.process.pid not in pids else pids
 
     def ask(self) -> None:
         """Send SIGTERM to the command's process group, to let it end what it has started; if the command has ended, to
@@ -184,7 +184,7 @@ def _end(nodes: Sequence[_Node]) -> None:
     while time.monotonic() < limit and any(node.left() for node in nodes):
         time.sleep(0.05)
     limit = time.monotonic() + KILLED
-    while (pids := set[int]().union(*(node.left() for node in nodes))) and time.monotonic() < limit:
+    while (pids := [pid for node in nodes for pid in node.left()]) and time.monotonic() < limit:
         send(pids, signal.SIGKILL)  # (again, for what was started in the meantime)
         time.sleep(0.02)
     for node in nodes:
