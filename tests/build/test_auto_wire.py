@@ -18,7 +18,7 @@ from ranks import Ranks
 import zgraph
 from zgraph.build import resolve_auto_wire
 from zgraph.build.planned_step import PlannedStep, captured_program, planned_step
-from zgraph.build.resolve_auto_wire import MIN_GAIN, with_formats
+from zgraph.build.resolve_auto_wire import DOUBT, MIN_GAIN, with_formats, with_slow_operators
 from zgraph.build.wire_formats import WireFormats
 from zgraph.errors import PlanError
 from zgraph.passes.analysis.costs import Costs, Hardware, Link
@@ -112,6 +112,20 @@ def test_a_step_is_never_slower_and_nearly_as_fast_as_by_any_formats_that_are_al
     assert taken["same", "same"] == pytest.approx(choice.exact.seconds)
     assert choice.chosen.seconds <= choice.exact.seconds
     assert choice.chosen.seconds <= (1 + MIN_GAIN) ** 2 * min(taken.values())
+
+
+def test_few_bits_are_not_taken_where_slower_operators_would_undo_what_they_save() -> None:
+    bandwidth = 8e8
+    choice = chosen(plan(), bandwidth)
+    program = step_of(plan(None, wire={"gather": "int8", "reduce": "int8"}), bandwidth).step.history().program
+    costs = Costs(hardware(bandwidth))
+    taken = [simulate_step(program, update_of(3), c).seconds for c in (costs, with_slow_operators(costs))]
+    assert pair(choice) == ("same", "int8")
+    assert taken[0] < 0.95 * choice.chosen.seconds and DOUBT * taken[1] > (1 - MIN_GAIN) * choice.chosen.doubted
+    assert (
+        choice.exact.doubted == pytest.approx(choice.exact.seconds, rel=0.5)
+        and choice.exact.doubted > choice.exact.seconds
+    )
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ class WireStep:
     error: float  # the most that an element may be wrong by, as a part of the largest of its block
     sent: int  # bytes of weights and gradients that a rank sends
     seconds: float  # the forecast time, the update included
+    doubted: float  # the same if operators take longer than costs say, by which steps are compared
 
     def __str__(self) -> str:
         return f"weights gathered {_in_words(self.gather)}, gradients reduced {_in_words(self.reduce)}"
@@ -45,7 +46,7 @@ class WireFormats:
     def __str__(self) -> str:
         chosen, exact, allowed = self.chosen, self.exact, f"wire.max_error {self.max_error:g}"
         if chosen == exact:
-            return f"wire.auto: {exact}: nothing that {allowed} allows makes the step faster, forecast {_ms(exact)}"
+            return f"wire.auto: {exact}: nothing that {allowed} allows is sure to make the step faster, forecast {_ms(exact)}"
         return (
             f"wire.auto: {chosen} (error at most {chosen.error:.3g}, {allowed}): a rank sends {shown_bytes(chosen.sent)} "
             f"of them in a step, {chosen.sent / exact.sent:.3f} of {shown_bytes(exact.sent)}; forecast step {_ms(chosen)}, "
