@@ -484,17 +484,15 @@ def test_a_rank_is_warned_as_without_a_watcher(tmp_path):
     assert "rank 0 died" in rank.communicate(timeout=60)[1] and rank.returncode == -signal.SIGUSR1
 
 
-@pytest.mark.parametrize("asks", [True, False])
-def test_a_rank_that_was_failing_when_it_was_asked_to_end_is_told_first(asks, tmp_path):
+def test_a_rank_that_was_failing_when_it_was_asked_to_end_is_told_first(tmp_path):
     """On one machine torchrun ends it, as soon as a rank that has missed it is faster to end."""
     dead, out = f"{tmp_path}/dead", f"{tmp_path}/pid"
     slow = watched(1, RAISES.format("ValueError: a fault") + f"echo $$ > {out}; touch {dead}; sleep 300")[-1]
     lost = RAISES.format("RuntimeError: Connection closed by peer") + "exit 1"
     lost = watched(0, AFTERWARDS.replace("DEAD", dead) + lost)[-1]
-    # (a shell in torchrun's place, which asks the rank to end, or has ended by itself: then the launcher asks)
+    # (a shell in torchrun's place)
     session = f"$(ps -o sid= -p $(cat {out}) | tr -d ' ')"
-    ask = f"kill -TERM -- -{session}; wait; " if asks else ""
-    line = f"setsid bash -c {shlex.quote(slow)} & bash -c {shlex.quote(lost)}; {ask}exit 1"
+    line = f"setsid bash -c {shlex.quote(slow)} & bash -c {shlex.quote(lost)}; kill -TERM -- -{session}; wait; exit 1"
     shown = io.StringIO()
     assert runs.run({"n0": ["bash", "-c", line]}, out=shown) == 1
     last = shown.getvalue()[shown.getvalue().index("zgraph launch: ") :]

@@ -28,7 +28,7 @@ from zgraph.launch.rank_deaths import Death
 
 LAST_LINES = 40  # of a rank that are reported
 TEARDOWN = 30.0  # seconds that Python may take from a traceback to its end: it frees what the rank had
-SOON = 5.0  # seconds from a traceback within which ranks that miss this one have failed, so that it is asked to end
+SOON = 10.0  # seconds from a traceback within which ranks that miss this one have failed, so that it is asked to end
 _DRAINED = (
     1.0  # seconds in which what an ended rank has printed is read; processes that it left behind may hold the pipe open
 )
