@@ -41,6 +41,31 @@ def refuse_other_engines() -> None:
         )
 
 
+def refuse_dispatched(model: nn.Module) -> None:
+    """Raise `ModelError` for a model whose weights or inputs accelerate's hooks move or cast in each call, as after `device_map` or
+    `cpu_offload`."""
+    hooks = sys.modules.get("accelerate.hooks")
+    if hooks is None:
+        return
+    kinds = (hooks.AlignDevicesHook, hooks.CpuOffload, hooks.LayerwiseCastingHook, hooks.SequentialHook)
+    for name, module in model.named_modules():
+        hook = getattr(module, "_hf_hook", None)
+        if not isinstance(hook, kinds):
+            continue
+        places = sorted({str(place) for place in getattr(model, "hf_device_map", {}).values()})
+        spread = f" over {', '.join(places)}" if len(places) > 1 else ""
+        raise ModelError(
+            f"accelerate has dispatched the model{spread}",
+            where=f"module {name!r}" if name else "the model itself",
+            why=f"its {type(hook).__name__} moves or casts tensors in each call, in Python, which no graph can hold",
+            hint=(
+                "load the model without device_map, or with that of this rank's one device; offload in the plan stores what "
+                "does not fit elsewhere, and zgraph.load_pretrained reads each rank's part alone. Where all weights are on one "
+                "device already, accelerate.hooks.remove_hook_from_module(model, recurse=True) removes the hooks"
+            ),
+        )
+
+
 class ForAccelerate:
     """The value of the attribute by which accelerate asks whether a model is prepared already.
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from zgraph.api.accelerators import refuse_other_engines
+from zgraph.api.accelerators import refuse_dispatched, refuse_other_engines
 from zgraph.api.deferred_layout import DeferredLayout
 from zgraph.api.handle import attach, started
 from zgraph.build.planned_step import Inputs, device_of, split_inputs
@@ -76,8 +76,8 @@ def compile(
     arguments that differ from call to call, `{"input_ids": {0: "batch", 1: zgraph.Size("seq", max=2048)}}`, and the
     arguments whose every value gets its own program, `{"image_grid_thw": "value"}`.
 
-    All ranks must call it. Raises `ModelError` (compiled already, parameters on several devices, accelerate started for
-    DeepSpeed or FSDP), `MeshError` (a mesh that is not the world), `RankMismatchError` (ranks with different plans or
+    All ranks must call it. Raises `ModelError` (compiled already, parameters on several devices, dispatched by
+    accelerate, accelerate started for DeepSpeed or FSDP), `MeshError` (a mesh that is not the world), `RankMismatchError` (ranks with different plans or
     models), `UnsupportedError` (lazy modules). With `inputs`, else at the first call: `CaptureError` with the user's
     file and line (a model that can't be captured whole), `UnsupportedError` (a forward that changes a parameter in place), `PlanError` (a pass of the
     user's that can't be loaded), `PassError` (a pass that failed, or left a program that the verifier refuses),
@@ -136,8 +136,8 @@ class _Agreed:
 
 
 def _refuse_arguments(model: nn.Module, loss_fn: Callable[..., Any] | None, mesh: DeviceMesh | None) -> None:
-    """Raise `ModelError` for an object that is not a module, is compiled already, or contains a compiled module,
-    `UnsupportedError` for one with layers that can't be captured, and `ArgumentError` for others of a wrong type."""
+    """Raise `ModelError` for an object that is not a module, is compiled already, contains a compiled module or was dispatched
+    by accelerate, `UnsupportedError` for one with layers that can't be captured, and `ArgumentError` for others of a wrong type."""
     refuse_no_function("zgraph.compile(loss_fn=…)", loss_fn)
     refuse_unless(mesh is None or isinstance(mesh, DeviceMesh), "zgraph.compile(mesh=…)", mesh, "a DeviceMesh or None")
     if not isinstance(model, nn.Module):
@@ -150,6 +150,7 @@ def _refuse_arguments(model: nn.Module, loss_fn: Callable[..., Any] | None, mesh
     inner = next((name for name, child in model.named_modules() if is_compiled(child)), None)
     if inner is not None:
         raise ModelError(f"module {inner!r} of the model is compiled already", hint="compile only the outermost module")
+    refuse_dispatched(model)
     refuse_layers(model)
 
 
