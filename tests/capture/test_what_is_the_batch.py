@@ -182,6 +182,47 @@ def test_the_same_with_the_batch_first_is_cut(kind):
             torch.testing.assert_close(mine, its.grad)
 
 
+class Nearest(nn.Module):
+    """Rows beside anchors, whose number differs from call to call, and is that of the rows by chance."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, anchors):
+        return (self.second(self.first(x)) @ anchors.T).logsumexp(-1).mean()
+
+
+def beside_anchors(mesh):
+    """(the losses of steps and plain PyTorch's, the number of programs)."""
+    plan = zgraph.Plan(backend="eager", mesh=mesh, micro_batches=2, optimizer=zgraph.SGD(lr=0.1))
+    plain, model = Nearest(), zgraph.compile(Nearest(), plan)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    draw, losses = torch.Generator().manual_seed(0), []
+    for rows, anchors in ((4, 5), (6, 7), (8, 8), (4, 1), (4, 4)):
+        inputs = torch.randn(rows, 4, generator=draw), torch.randn(anchors, 4, generator=draw)
+        loss = plain(*inputs)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mine = model.train_step(*inputs) if anchors != 7 else model.train_step(inputs[0], anchors=inputs[1])
+        losses.append((float(mine.detach()), float(loss.detach())))
+    return losses, len(model.zgraph.programs)
+
+
+def test_what_had_another_size_than_the_batch_is_not_cut_where_it_has_the_same():
+    losses, programs = beside_anchors({"dp": 1})
+    assert all(mine == pytest.approx(its, rel=1e-6) for mine, its in losses)
+    assert programs <= 4  # (by place and by name; one of a single anchor)
+
+
+@pytest.mark.gloo
+def test_a_pipeline_does_not_cut_it_either(two):
+    for losses, _ in two.run(beside_anchors, {"pp": 2}):
+        assert all(mine == pytest.approx(its, rel=1e-6) for mine, its in losses)
+
+
 class Pairs(nn.Module):
     """Rows in two halves that belong together."""
 

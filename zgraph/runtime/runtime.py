@@ -38,6 +38,7 @@ from zgraph.program.remark import Remark
 from zgraph.ranks import heartbeat, progress
 from zgraph.runtime.adapted_schedule import AdaptedSchedule
 from zgraph.runtime.autograd_function import Saved, Step
+from zgraph.runtime.beside_batch import BesideBatch
 from zgraph.runtime.calls import Calls
 from zgraph.runtime.capacity_checks import check_capacity
 from zgraph.runtime.compile_once import compile_all, compile_once
@@ -70,6 +71,7 @@ class Runtime(Rank):
         agreement, device = self.agreement, self.device
         self.forward_function = forward
         self.entered: Entry | None = None  # the entry of the last forward
+        self.beside_batch = BesideBatch()
         buckets = buckets_of(plan)
         self.buckets = PaddedCalls(self, buckets) if buckets is not None else None
         self.calls = Calls(self, self._compile, self._execute)

@@ -57,7 +57,7 @@ def train_step(
     kwargs = in_order(runtime, kwargs)
     if plan.elastic is not None:
         _refuse_other_rows(plan.elastic, args, kwargs)
-    calls = split_batch(args, kwargs, plan.micro_batches, uneven=tokens)
+    calls = cut_batch(runtime, args, kwargs, plan.micro_batches, uneven=tokens)
     weights = [1.0 / len(calls)] * len(calls)
     outputs = []
     try:
@@ -131,9 +131,28 @@ def in_order(model: HasForward, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 # -- in ---------------------------------------------------------------------------------------------------------------
-def split_batch(args: tuple[Any, ...], kwargs: dict[str, Any], parts: int, *, uneven: bool | None) -> list[Call]:
+def cut_batch(
+    runtime: Runtime, args: tuple[Any, ...], kwargs: dict[str, Any], parts: int, *, uneven: bool | None
+) -> list[Call]:
+    """Return the calls of a step's micro-batches as `split_batch` does. A tensor that had another size than the batch in
+    an earlier step is passed to each.
+    """
+    if parts == 1:
+        return [(args, kwargs)]
+    beside = runtime.beside_batch.of(runtime.forward_function, args, kwargs)
+    return split_batch(args, kwargs, parts, uneven=uneven, beside=beside)
+
+
+def split_batch(
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    parts: int,
+    *,
+    uneven: bool | None,
+    beside: Collection[int] = (),
+) -> list[Call]:
     """Return the calls of the micro-batches: tensors of the batch's size are cut along dimension 0, everything else is
-    passed to each.
+    passed to each, and so are the flat inputs whose numbers are in `beside`.
 
     The batch's size is that of the first tensor with a dimension, in the order of forward's arguments. A tensor of that
     size that is not part of the batch is cut too, unless the program shows that it is none: then the first step raises
@@ -163,7 +182,9 @@ def split_batch(args: tuple[Any, ...], kwargs: dict[str, Any], parts: int, *, un
     leaves, spec = pytree.tree_flatten((args, kwargs))
     calls: list[Call] = []
     for at in range(0, size, rows):
-        part = [x[at : at + rows] if _has_batch(x, size) else x for x in leaves]
+        part = [
+            x[at : at + rows] if _has_batch(x, size) and number not in beside else x for number, x in enumerate(leaves)
+        ]
         calls.append(pytree.tree_unflatten(part, spec))
     return calls
 

@@ -17,6 +17,7 @@ from zgraph.plan.pipeline_schedules.actions import Action, Kind
 from zgraph.plan.pipeline_schedules.schedule import Schedule
 from zgraph.runtime.train_step import (
     Call,
+    cut_batch,
     for_forward,
     in_order,
     join_outputs,
@@ -24,7 +25,6 @@ from zgraph.runtime.train_step import (
     named,
     no_loss,
     refuse_rest,
-    split_batch,
     target_weights,
 )
 from zgraph.stages.runtime import PipelineRuntime
@@ -52,7 +52,7 @@ def _train_step(
     runtime: PipelineRuntime, loss_fn: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     plan = runtime.plan
-    calls = split_batch(args, kwargs, plan.micro_batches, uneven=None)
+    calls = cut_batch(runtime, args, kwargs, plan.micro_batches, uneven=None)
     given = [for_forward(runtime, *call) for call in calls]
     runtime.beside = given[0][1:]
     staged = _entry(runtime, [call for call, _, _ in given])
@@ -106,7 +106,7 @@ def _train_step(
 def compile_first(runtime: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Compile what a step takes for a batch of these arguments."""
     with runtime.padded(args, in_order(runtime, kwargs)) as (args, kwargs):
-        call = split_batch(args, kwargs, runtime.plan.micro_batches, uneven=None)[0]
+        call = cut_batch(runtime, args, kwargs, runtime.plan.micro_batches, uneven=None)[0]
         given, *runtime.beside = for_forward(runtime, *call)
         _entry(runtime, [given])
 
@@ -134,7 +134,8 @@ def forward_only(runtime: PipelineRuntime, args: tuple[Any, ...], kwargs: dict[s
 
 def _forward_only(runtime: PipelineRuntime, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     size, parts = batch_size(args, kwargs), runtime.plan.micro_batches
-    calls = split_batch(args, kwargs, parts if size is not None and size % parts == 0 else 1, uneven=None)
+    parts = parts if size is not None and size % parts == 0 else 1
+    calls = cut_batch(runtime, args, kwargs, parts, uneven=None)
     staged = _entry(runtime, calls)
     runtime.refuse_other_batch(staged, calls[0])
     flats = [staged.trace.flat.flatten(runtime.module, *call) for call in calls]
