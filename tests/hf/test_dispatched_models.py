@@ -11,8 +11,9 @@ from trainers import as_launched, model_of, trainer_of
 import zgraph
 from zgraph.errors import ModelError
 
-accelerate = pytest.importorskip("accelerate")
+pytest.importorskip("accelerate")
 
+import accelerate
 from accelerate.big_modeling import attach_layerwise_casting_hooks
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 

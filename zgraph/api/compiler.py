@@ -77,8 +77,8 @@ def compile(
     arguments whose every value gets its own program, `{"image_grid_thw": "value"}`.
 
     All ranks must call it. Raises `ModelError` (compiled already, parameters on several devices, dispatched by
-    accelerate, accelerate started for DeepSpeed or FSDP), `MeshError` (a mesh that is not the world), `RankMismatchError` (ranks with different plans or
-    models), `UnsupportedError` (lazy modules). With `inputs`, else at the first call: `CaptureError` with the user's
+    accelerate, or that started for DeepSpeed or FSDP), `MeshError` (a mesh that is not the world), `RankMismatchError`
+    (ranks with different plans or models), `UnsupportedError` (lazy modules). With `inputs`, else at the first call: `CaptureError` with the user's
     file and line (a model that can't be captured whole), `UnsupportedError` (a forward that changes a parameter in place), `PlanError` (a pass of the
     user's that can't be loaded), `PassError` (a pass that failed, or left a program that the verifier refuses),
     `LoweringError` (Inductor can't compile an operator).

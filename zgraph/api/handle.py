@@ -21,7 +21,7 @@ from zgraph.api import fsdp_methods
 from zgraph.api.accelerators import ForAccelerate
 from zgraph.api.full_weights import generate_of, keep_whole
 from zgraph.api.local_weights import watch_state_dicts
-from zgraph.api.peft_adapters import is_adapted, save_adapters
+from zgraph.api.peft_adapters import is_adapted, save_adapters, unwatch_allocators, watch_allocators
 from zgraph.build.resolve_auto_offload import placed_as
 from zgraph.build.step_program import StepProgram
 from zgraph.build.unmatched_patterns import refuse_unmatched
@@ -635,6 +635,7 @@ def attach(module: nn.Module, runtime: Runtime | DeferredPipeline, loss_fn: Call
     if handle.mesh is not None:
         watch_loads(module)
         watch(module)
+    watch_allocators(module)
     if runtime.plan.takes_local_steps:
         watch_state_dicts(module)
     remember(module)
@@ -649,6 +650,7 @@ def detach(module: nn.Module) -> None:
     if forward.captured is not type(module).forward:
         module.__dict__["forward"] = types.MethodType(forward.captured, module)
     unwatch(module)
+    unwatch_allocators(module)
     release(module)
 
 
