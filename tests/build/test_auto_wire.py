@@ -18,7 +18,7 @@ from ranks import Ranks
 import zgraph
 from zgraph.build import resolve_auto_wire
 from zgraph.build.planned_step import PlannedStep, captured_program, planned_step
-from zgraph.build.resolve_auto_wire import DOUBT, MIN_GAIN, with_formats, with_slow_operators
+from zgraph.build.resolve_auto_wire import DOUBT, GAIN_OVER_EXACT, MIN_GAIN, with_formats, with_slow_operators
 from zgraph.build.wire_formats import WireFormats
 from zgraph.errors import PlanError
 from zgraph.passes.analysis.costs import Costs, Hardware, Link
@@ -126,6 +126,15 @@ def test_few_bits_are_not_taken_where_slower_operators_would_undo_what_they_save
         choice.exact.doubted == pytest.approx(choice.exact.seconds, rel=0.5)
         and choice.exact.doubted > choice.exact.seconds
     )
+
+
+def test_few_bits_are_not_taken_for_a_gain_that_forecasts_do_not_tell_from_none() -> None:
+    bandwidth = 1e9
+    program = step_of(plan(None, wire={"reduce": "int8"}), bandwidth).step.history().program
+    choice = chosen(plan(), bandwidth)
+    fewer = DOUBT * simulate_step(program, update_of(3), with_slow_operators(Costs(hardware(bandwidth)))).seconds
+    assert choice.chosen == choice.exact
+    assert 1 - GAIN_OVER_EXACT < fewer / choice.exact.doubted < 1 - MIN_GAIN
 
 
 @pytest.mark.parametrize(
