@@ -629,7 +629,8 @@ def test_all_tensors_of_the_batchs_size_are_cut_and_all_else_is_given_whole():
     for i, ((part, named), keywords) in enumerate(calls):
         assert torch.equal(part, x[2 * i : 2 * i + 2]) and named["mask"].shape == (2, 1, 3)
         assert named["table"] is table and keywords == {"flag": True}
-    assert [c[0][0].shape[0] for c in split_batch((torch.ones(7, 2),), {}, 3, uneven=True)] == [3, 3, 1]
+    for rows, parts in ((7, [3, 2, 2]), (5, [2, 2, 1]), (4, [2, 1, 1]), (3, [1, 1, 1])):
+        assert [len(args[0]) for args, _ in split_batch((torch.ones(rows, 2),), {}, 3, uneven=True)] == parts
 
 
 def test_targets_are_those_that_are_not_ignored():

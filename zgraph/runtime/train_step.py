@@ -157,7 +157,8 @@ def split_batch(
     The batch's size is that of the first tensor with a dimension, in the order of forward's arguments. A tensor of that
     size that is not part of the batch is cut too, unless the program shows that it is none: then the first step raises
     `StepError`. Raises `StepError` if `parts` does not divide the size, unless `uneven`: then the last micro-batches
-    are smaller (None: the plan can't allow that).
+    have a row less (None: the plan can't allow that). There are always `parts` of them: ranks whose batches differ
+    communicate in each.
     """
     if parts == 1:
         return [(args, kwargs)]
@@ -178,12 +179,13 @@ def split_batch(
                 else ""
             ),
         )
-    rows = -(-size // parts)
     leaves, spec = pytree.tree_flatten((args, kwargs))
     calls: list[Call] = []
-    for at in range(0, size, rows):
+    end = 0
+    for at in range(parts):
+        begin, end = end, end + size // parts + (at < size % parts)
         part = [
-            x[at : at + rows] if _has_batch(x, size) and number not in beside else x for number, x in enumerate(leaves)
+            x[begin:end] if _has_batch(x, size) and number not in beside else x for number, x in enumerate(leaves)
         ]
         calls.append(pytree.tree_unflatten(part, spec))
     return calls
