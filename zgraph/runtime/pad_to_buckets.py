@@ -8,6 +8,7 @@ padded size need not be padded: a width may be 256 as well.)
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -294,9 +295,11 @@ class PaddedCalls:
         here = _Seen(lengths, shapes, trace.flat.code_constants)
         sizes_by_output: dict[int, dict[int, str]] = {}
         for name in lengths:
-            other = next((seen for seen in known if _differs_in(seen, here) == {name}), None)
+            alike = (seen for seen in known if _differs_in(seen, here) == {name})
+            other = next((seen for seen in alike if _tells(seen.lengths[name], lengths[name])), None)
             if other is None or other.constants != here.constants:
                 other = self._at_another(call, name, here, capture)
+                known.append(other)
             if other.constants != here.constants:
                 raise _untold(
                     f"a Python number or text that forward returns, or keeps, differs with {name}",
@@ -313,24 +316,23 @@ class PaddedCalls:
                 yield number, self.pads[path]
 
     def _at_another(self, call: Call, name: str, here: _Seen, capture: Callable[[Call], Trace]) -> _Seen:
-        """Return the outputs' shapes with one size changed: to that of another bucket, else of the call before padding,
-        else to half.
+        """Return the outputs' shapes with one size changed: to one that `_tells`; where there is none, or the model does
+        not take it, to another bucket, else to the size of the call before padding, else to half.
         """
         length, real = here.lengths[name], self._now.padded.real[name]
+        below = (n for n in range(length // 2, 1, -1) if _tells(n, length) and n not in here.lengths.values())
+        best = [n for n in (next(below, None),) if n is not None]
         others = [*(b for b in self.buckets if b not in here.lengths.values()), real, length // 2]
-        other = next(n for n in others if n != length)
-        leaves, spec = pytree.tree_flatten(call)
-        for number, pad in self._numbered(*call):
-            if pad.size == name:
-                x = leaves[number]
-                shape = [other if d in pad.dims else n for d, n in enumerate(x.shape)]
-                leaves[number] = torch.empty(shape, dtype=x.dtype, device=x.device).requires_grad_(x.requires_grad)
-        try:
-            flat = capture(pytree.tree_unflatten(leaves, spec)).flat  # type: ignore[arg-type]
-        except ZgraphError as error:
-            raise _untold(
-                "the model can't be captured at another size", f"at {name} = {other}: {error.what}"
-            ) from error
+        sizes = [*best, next(n for n in others if n != length)]
+        for other in sizes:
+            try:
+                flat = capture(self._sized(call, name, other)).flat
+                break
+            except ZgraphError as error:
+                if other == sizes[-1]:
+                    raise _untold(
+                        "the model can't be captured at another size", f"at {name} = {other}: {error.what}"
+                    ) from error
         shapes = [v.shape if isinstance(v, torch.Tensor) else None for v in flat_values(flat)]
         fixed_shapes = tuple(tuple(map(int, shape)) if shape is not None else None for shape in shapes)
         if [s if s is None else len(s) for s in fixed_shapes] != [s if s is None else len(s) for s in here.shapes]:
@@ -339,6 +341,16 @@ class PaddedCalls:
                 f"{len(here.shapes)} at {length}, {len(fixed_shapes)} at {other}",
             )
         return _Seen({**here.lengths, name: other}, fixed_shapes, flat.code_constants)
+
+    def _sized(self, call: Call, name: str, length: int) -> Call:
+        """Return a padded call with other inputs, in which one size is `length`."""
+        leaves, spec = pytree.tree_flatten(call)
+        for number, pad in self._numbered(*call):
+            if pad.size == name:
+                x = leaves[number]
+                shape = [length if d in pad.dims else n for d, n in enumerate(x.shape)]
+                leaves[number] = torch.empty(shape, dtype=x.dtype, device=x.device).requires_grad_(x.requires_grad)
+        return pytree.tree_unflatten(leaves, spec)  # type: ignore[return-value]
 
     @contextmanager
     def runs(self, padded: Padded) -> Iterator[None]:
@@ -420,6 +432,13 @@ def _differs_in(one: _Seen, other: _Seen) -> set[str]:
     return {
         name for name in one.lengths.keys() | other.lengths.keys() if one.lengths.get(name) != other.lengths.get(name)
     }
+
+
+def _tells(other: int, length: int) -> bool:
+    """Return whether a capture at another size tells a dimension that follows a padded `length` from one that is rounded
+    to a multiple of some number k: where k divides `length`, it is neither `length` nor `other` there.
+    """
+    return math.gcd(other, length) == 1 and not length <= 2 * other <= 2 * length
 
 
 def _only(one: _Seen, other: _Seen) -> str:

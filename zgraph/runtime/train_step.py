@@ -184,9 +184,7 @@ def split_batch(
     end = 0
     for at in range(parts):
         begin, end = end, end + size // parts + (at < size % parts)
-        part = [
-            x[begin:end] if _has_batch(x, size) and number not in beside else x for number, x in enumerate(leaves)
-        ]
+        part = [x[begin:end] if _has_batch(x, size) and number not in beside else x for number, x in enumerate(leaves)]
         calls.append(pytree.tree_unflatten(part, spec))
     return calls
 
