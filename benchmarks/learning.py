@@ -44,7 +44,11 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
         {"mesh": GROUPS, "wire": {"reduce": "int4", "error_feedback": True, **BETWEEN}},
     ),
     "int4 between groups": ("exact", {"mesh": GROUPS, "wire": {"reduce": "int4", **BETWEEN}}),
-    "1-bit Adam": ("exact", {"zero": 0, "optimizer": {"name": "OneBitAdam", **ADAM, "freeze_steps": 60}}),
+    "1-bit Adam": ("exact", {"zero": 0, "optimizer": {"name": "OneBitAdam", **ADAM, "freeze_steps": 100}}),
+    "1-bit Adam, frozen early": (
+        "exact",
+        {"zero": 0, "optimizer": {"name": "OneBitAdam", **ADAM, "freeze_steps": 60}},
+    ),
     "0/1 Adam": (
         "exact",
         {
@@ -53,7 +57,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "exact LAMB": ("exact LAMB", {"zero": 0, "optimizer": {"name": "LAMB", **LAMB}}),
-    "1-bit LAMB": ("exact LAMB", {"zero": 0, "optimizer": {"name": "OneBitLAMB", **LAMB, "freeze_steps": 60}}),
+    "1-bit LAMB": ("exact LAMB", {"zero": 0, "optimizer": {"name": "OneBitLAMB", **LAMB, "freeze_steps": 100}}),
     "local steps": (
         "exact",
         {

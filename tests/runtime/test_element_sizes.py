@@ -469,7 +469,8 @@ def on_ranks(zero: int, model: type[nn.Module], steps: Any) -> tuple[float, list
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("zero", [3, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [3, 0])
 def test_ranks_have_images_of_other_sizes_and_numbers(two, zero):
     for worst, programs in two.run(on_ranks, zero, Images, STEPS):
         assert worst < TOLERANCE and len(programs) == 3  # (an image, two images, two frames)

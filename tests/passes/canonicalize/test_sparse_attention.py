@@ -127,6 +127,7 @@ def test_a_step_is_that_of_the_plain_model_with_masks(model, attention):
     )  # (it is another model than without the layouts)
 
 
+@pytest.mark.slow
 def test_inductor_gives_the_same():
     plan = zgraph.Plan(attention={"layers.0": zgraph.LocalWindow(block=8), "*": f"{__name__}:near"}, shapes="dynamic")
     plain = net(heads_of_keys=2)
