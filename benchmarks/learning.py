@@ -28,7 +28,10 @@ GOAL = 0.03
 ADAM = {"lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}
 LAMB = {"lr": 2e-2, "betas": [0.9, 0.95], "weight_decay": 0.1}
 GROUPS = {"replicate": 2, "dp": 1}
+EVERY = 8  # steps of a round
 BETWEEN = {"hierarchical": True}
+
+LOCAL = {"every": EVERY, "outer": {"name": "SGD", "lr": 1.0}, "wire": "int8"}
 
 # Each way: the way that it is compared with, and what its plan has besides.
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -58,18 +61,12 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "exact LAMB": ("exact LAMB", {"zero": 0, "optimizer": {"name": "LAMB", **LAMB}}),
     "1-bit LAMB": ("exact LAMB", {"zero": 0, "optimizer": {"name": "OneBitLAMB", **LAMB, "freeze_steps": 100}}),
-    "local steps": (
-        "exact",
-        {
-            "mesh": GROUPS,
-            "local_steps": {
-                "every": 8,
-                "outer": {"name": "SGD", "lr": 0.5, "momentum": 0.5, "nesterov": True},
-                "wire": "int8",
-            },
-        },
-    ),
+    "local steps from the first": ("exact", {"mesh": GROUPS, "local_steps": LOCAL}),
+    "local steps after a quarter": ("exact", {"mesh": GROUPS, "local_steps": LOCAL}),
 }
+
+
+LATER = "local steps after a quarter"  # of the steps, which are exact ones
 
 
 def plan_of(way: str, steps: int) -> zgraph.Plan:
@@ -87,11 +84,17 @@ def curve(way: str, seed: int, steps: int, runs: Path) -> list[tuple[int, float]
     """Return (step, validation loss) of a run, which is made if its file is not there."""
     file = runs / f"{way.replace(' ', '-').replace('/', '-').replace(',', '')}-{seed}-{steps}.json"
     if not file.exists():
-        plan = file.with_suffix(".toml")
-        plan_of(way, steps).save(plan)
+        plan, first = plan_of(way, steps), file.with_suffix(".toml")
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        script = [str(HERE.parent / "examples" / "train_lm.py"), "--plan", str(plan), "--json", str(file)]
+        script = [str(HERE.parent / "examples" / "train_lm.py"), "--plan", str(first), "--json", str(file)]
         options = ["--steps", str(steps), "--seed", str(seed), "--sample", "0", "--eval-every", "50", "--quiet"]
+        if way == LATER:
+            then = file.with_suffix(".then.toml")
+            plan.save(then)
+            # (the last step ends a round: before that each group would be validated with weights of its own)
+            options += ["--then", str(then), "--then-after", str(steps - 3 * steps // 4 // EVERY * EVERY)]
+            plan = plan.model_copy(update={"local_steps": None})
+        plan.save(first)
         subprocess.run([*launch, *script, *options], check=True)
     record = json.loads(file.read_text())
     return [(int(point["step"]), point["loss"]) for point in record["validation"]]

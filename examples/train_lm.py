@@ -399,6 +399,8 @@ def train(args: argparse.Namespace, say: Callable[[str], None]) -> Record:
     losses: list[Tensor] = []
     clock = time.perf_counter()
     for step in range(1, args.steps + 1):
+        if args.then and step == args.then_after + 1:
+            model.zgraph.recompile(zgraph.Plan.load(args.then))  # (weights and states go on)
         tokens, targets = text.batch(seed=args.seed, step=step, batch=args.batch, seq=args.seq, ranks=ranks)
         loss, rate = step_of(tokens.to(device), targets.to(device))
         losses.append(loss)
@@ -436,6 +438,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--plan", type=Path, help="a plan file (TOML, YAML or JSON); without one: ZeRO-3")
+    parser.add_argument("--then", type=Path, metavar="PLAN", help="another plan file, to go on with")
+    parser.add_argument("--then-after", type=int, default=100, metavar="STEPS", help="after which it is taken")
     parser.add_argument("--steps", type=int, default=400, help="optimizer steps")
     parser.add_argument("--batch", type=int, default=8, help="sequences per rank and step")
     parser.add_argument("--seq", type=int, default=128, help="bytes per sequence")

@@ -93,6 +93,18 @@ class Reference:
             parts.append(rounded(mean, self.format))
         return torch.cat(parts)[:count].view(moved[0].shape)
 
+    def exact_step(self, batches) -> list[dict[str, torch.Tensor]]:
+        """The weights of all groups after a step by their mean gradient, from which rounds begin."""
+        self.steps += 1
+        for net in self.nets:
+            net.zero_grad()
+            for part in batches:
+                (net(part) / len(batches)).backward()
+        for inner in self.inner:
+            inner.step()
+        self.common.load_state_dict(self.nets[0].state_dict())
+        return [weights(net) for net in self.nets]
+
     def step(self, batches) -> list[dict[str, torch.Tensor]]:
         """The weights of all groups after a step; `batches` has, for each group, those of its ranks and micro-batches."""
         self.steps += 1
@@ -160,6 +172,32 @@ def follows(
 @pytest.mark.gloo
 def test_two_groups_do_what_the_algorithm_says(two: Ranks) -> None:
     assert follows(two, 2) <= 1e-6
+
+
+def begun_later(exact_steps: int, zero: int) -> list[dict[str, torch.Tensor]]:
+    """The weights of this rank after each step, of which the first ones are exact."""
+    rounds = plan(mesh={"replicate": 2}, zero=zero)
+    model = zgraph.compile(Net(), rounds.model_copy(update={"local_steps": None}))
+    found = []
+    for step in range(STEPS):
+        if step == exact_steps:
+            model.zgraph.recompile(rounds)
+        model.zgraph.train_step(batch(step, dist.get_rank()))
+        found.append(weights(model))
+    return found
+
+
+@pytest.mark.gloo
+def test_rounds_begin_after_exact_steps_where_a_run_takes_their_plan(two: Ranks) -> None:
+    exact_steps, worst, reference = 5, 0.0, Reference(2)
+    found = two.run(begun_later, exact_steps, 3)
+    for step in range(STEPS):
+        batches = [batch(step, 0), batch(step, 1)]
+        rounds = step >= exact_steps
+        expected = reference.step([[rows] for rows in batches]) if rounds else reference.exact_step(batches)
+        for rank, values in enumerate(expected):
+            worst = max(worst, *(float((found[rank][step][n] - v).abs().max()) for n, v in values.items()))
+    assert worst <= 1e-6
 
 
 @pytest.mark.gloo

@@ -254,10 +254,9 @@ class States:
             for name, m in self.members.items()
             for key in states_of(m, self.shards.specs[name], self.options)
         }
-        had = old.own()
+        had = old.own().keys()
         touched = {n.rpartition("/")[0] for n in had}
-        if any(n not in wanted for n in had) or any(n.rpartition("/")[0] in touched and n not in had for n in wanted):
-            logger.warning("the plan's optimizer keeps other states than the one before: those begin anew")
+        _tell_of_others(had - wanted, {n for n in wanted - had if n.rpartition("/")[0] in touched})
         for name in self.members.keys() & old.members.keys():  # (without an optimizer a plan has no members)
             self.members[name] = replace(self.members[name], count=old.members[name].count)
         counts = {m.count for m in old.members.values()}
@@ -280,6 +279,17 @@ class States:
     def averaged(self) -> list[str]:
         """Return the parameters that have a moving average."""
         return [n for n in self.members if f"{n}/{EMA}" in self.tensors]
+
+
+def _tell_of_others(left_out: set[str], anew: set[str]) -> None:
+    """Warn of states that begin anew, and of those that are left out, by their keys."""
+    parts = [
+        f"{what}: {', '.join(sorted({name.rpartition('/')[2] for name in names}))}"
+        for what, names in (("begun anew", anew), ("left out", left_out))
+        if names
+    ]
+    if parts:
+        logger.warning("the plan's optimizer keeps other states than the one before; %s", "; ".join(parts))
 
 
 def _changes(name: str, shown: dict[str, Any], now: Any, rule: Rule) -> dict[str, Any] | None:
