@@ -217,6 +217,26 @@ def test_what_had_another_size_than_the_batch_is_not_cut_where_it_has_the_same()
     assert programs <= 4  # (by place and by name; one of a single anchor)
 
 
+class Sums(nn.Module):
+    """Rows beside as many features."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(4, 4)
+
+    def forward(self, x, features):
+        return (self.out(x) + features).square().mean()
+
+
+def test_what_is_given_whole_is_told_with_an_error_of_a_part_and_a_step_that_fails_shows_nothing():
+    model = zgraph.compile(Sums(), zgraph.Plan(backend="eager", micro_batches=2, optimizer=zgraph.SGD(lr=0.1)))
+    model.train_step(torch.randn(4, 4), torch.randn(4, 4))
+    with pytest.raises(zgraph.errors.ZgraphError) as caught:
+        model.train_step(torch.randn(4, 4), features=torch.randn(3, 4))
+    assert "each was given whole: features [3, 4]" in caught.value.__notes__[0]
+    model.train_step(torch.randn(6, 4), features=torch.randn(6, 4))
+
+
 @pytest.mark.gloo
 def test_a_pipeline_does_not_cut_it_either(two):
     for losses, _ in two.run(beside_anchors, {"pp": 2}):

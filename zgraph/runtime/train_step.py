@@ -12,7 +12,7 @@ import copy
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -60,7 +60,7 @@ def train_step(
     calls = cut_batch(runtime, args, kwargs, plan.micro_batches, uneven=tokens)
     weights = [1.0 / len(calls)] * len(calls)
     outputs = []
-    try:
+    with _step(runtime, len(calls)):
         parts = _agreed_parts(runtime, calls)
         for number, (call, (given, rest, others)) in enumerate(zip(calls, parts, strict=True)):
             last = number + 1 == len(calls)
@@ -96,14 +96,22 @@ def train_step(
             runtime.updater.step()
         else:
             runtime.updater.clip_only()
-    except BaseException:
-        runtime.updater.give_up()
-        raise
     sizes = [batch_size(*call) for call in calls]
     total = sum(weights)
     # (a rank without a single target returns the plain mean over its micro-batches)
     shares = [w / total for w in weights] if total else [1.0 / len(calls)] * len(calls)
     return join_outputs(outputs, shares, sizes)
+
+
+@contextlib.contextmanager
+def _step(runtime: Runtime, parts: int) -> Iterator[None]:
+    """Run a step of so many micro-batches; undo what it has done so far where it fails."""
+    try:
+        with runtime.beside_batch.step(parts):
+            yield
+    except BaseException:
+        runtime.updater.give_up()
+        raise
 
 
 def _agreed_parts(runtime: Runtime, calls: Sequence[Call]) -> list[tuple[Call, tuple[Any, ...], dict[str, Any]]]:

@@ -44,7 +44,10 @@ def train_step(
             why="the targets that it takes besides would be of another size than what the last stage gives",
             hint="give the labels to forward, and let it compute the loss; or pad in the collator",
         )
-    with runtime.padded(args, in_order(runtime, kwargs)) as (args, kwargs):
+    with (
+        runtime.padded(args, in_order(runtime, kwargs)) as (args, kwargs),
+        runtime.beside_batch.step(runtime.plan.micro_batches),
+    ):
         return _train_step(runtime, loss_fn, args, kwargs)
 
 
@@ -128,7 +131,10 @@ def forward_only(runtime: PipelineRuntime, args: tuple[Any, ...], kwargs: dict[s
     else it goes through whole. Raises `StepError` if gradients are enabled.
     """
     refuse_gradients()
-    with runtime.padded(args, in_order(runtime, kwargs)) as batch:
+    with (
+        runtime.padded(args, in_order(runtime, kwargs)) as batch,
+        runtime.beside_batch.step(runtime.plan.micro_batches),
+    ):
         return _forward_only(runtime, *batch)
 
 
