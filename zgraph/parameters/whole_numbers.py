@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from zgraph.errors import UnsupportedError
 from zgraph.torch_compat.dtensors import local_of
 
 aten = torch.ops.aten
@@ -28,16 +27,9 @@ class WholeNumbers(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = args[0] if args else None
-        if isinstance(given, DTensor):
-            if func is aten._local_scalar_dense.default and not all(p.is_replicate() for p in given.placements):
-                raise UnsupportedError(
-                    "an optimizer reads a number of a tensor that is divided over the ranks",
-                    why="each rank would read one of its own part",
-                    hint="zero=0 in the plan, with which each rank has whole weights; or the plan's optimizer",
-                )
-            if func is aten.index_put_.default and _elementwise(given, args[1], args[2]):
-                func(local_of(given), [local_of(args[1][0])], local_of(args[2]))
-                return given
+        if isinstance(given, DTensor) and func is aten.index_put_.default and _elementwise(given, args[1], args[2]):
+            func(local_of(given), [local_of(args[1][0])], local_of(args[2]))
+            return given
         return tree_map_only(DTensor, _whole_sum, func(*args, **(kwargs or {})))
 
 
