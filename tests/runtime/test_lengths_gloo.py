@@ -325,6 +325,21 @@ def test_static_shapes_have_to_be_equal(two):
         assert "int64[3, 7]" in str(outcome.error)
 
 
+def cut_to_the_longest_row() -> float:
+    """How far a loss is from plain PyTorch's after a call in which ranks have other sizes of inputs that are not contiguous."""
+    torch.manual_seed(0)
+    plain = Sentences()
+    model = zgraph.compile(copy.deepcopy(plain), zgraph.Plan(zero=3, backend="eager"))
+    cut = {name: x[:, : 7 + dist.get_rank()] for name, x in batch(3, 12, 0).items()}
+    with pytest.raises(RankMismatchError, match=r"not contiguous \(with strides above: .*x\.contiguous\(\)"):
+        model(**cut)
+    return float((model(**{name: x.contiguous() for name, x in cut.items()}) - plain(**cut)).abs())
+
+
+def test_inputs_that_are_not_contiguous_are_told_where_ranks_have_other_sizes_of_them(two):
+    assert max(two.run(cut_to_the_longest_row)) < 1e-6
+
+
 def beyond_what_is_declared(steps: bool) -> tuple[str, float]:
     """(the type of what this rank is told where one has more rows than the plan says, how far a later step is from plain PyTorch's)."""
     sizes = {0: zgraph.Size("rows", max=4), 1: "length"}

@@ -27,6 +27,10 @@ SAME_ROWS = (
     'ranks that differ only in their place along "tp", "cp" or "pp" compute the same rows: give them the same batch, padded to one length '
     '(a sampler does if its rank is model.zgraph.mesh.get_local_rank("dp")), and the same numbers'
 )
+SAME_FORM = (
+    "give every rank the same model, and inputs of the same structure, dtypes and numbers of dimensions. Their sizes may differ; but those of "
+    "inputs that are not contiguous (with strides above: a batch cut to its longest row, say) are numbers of a program: x.contiguous()"
+)
 
 
 class Votes:
@@ -120,13 +124,13 @@ class Votes:
         at = [(d, self.mesh.get_local_rank(d)) for d in DATA_DIMS if d in self.sizes and self.mesh is not None]
         count = math.prod(self.sizes[d] for d, _ in at)
         if len(self.everyone.ranks) in (0, count):
-            return self.everyone.vote(INPUTS, outline, flag=new, proposal=key, worst=worst)
+            return self.everyone.vote(INPUTS, outline, flag=new, proposal=key, worst=worst, hint=SAME_FORM)
         team = functools.reduce(lambda number, dim: number * self.sizes[dim[0]] + dim[1], at, 0)
         verdict = self.everyone.vote(
             INPUTS, call, team=team, teams=count, flag=new, proposal=key, worst=worst, hint=SAME_ROWS
         )
         if verdict.flag:
-            self.everyone.vote(INPUTS, outline)
+            self.everyone.vote(INPUTS, outline, hint=SAME_FORM)
         return verdict
 
     def _in_teams(self, subject: str, ballot: str, hint: str) -> None:
