@@ -627,6 +627,20 @@ def test_a_condition_that_many_sizes_meet_makes_none_a_number():
     assert len(mine.zgraph.programs) == 2
 
 
+class Windows(Turned):
+    """Takes another branch for fewer than four words."""
+
+    def forward(self, x):
+        return self.mix(x[:, :4] if x.shape[1] >= 4 else x.sin()).square().mean()
+
+
+def test_equal_sizes_on_the_other_side_of_a_branch_make_one_program_for_that_side():
+    mine, plain = pair(Windows)
+    for rows, length in ((5, 6), (2, 8), (3, 3), (4, 3), (2, 2), (7, 2)):
+        assert difference(mine, plain, {"x": torch.randn(rows, length, 4)}) < 2e-6
+    assert len(mine.zgraph.programs) == 3
+
+
 class Transposed(nn.Module):
     """Makes as many columns as it was given, by a convolution whose padding is a size."""
 

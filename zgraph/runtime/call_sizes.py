@@ -7,11 +7,12 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from zgraph.build.step_program import Entry
 from zgraph.capture.learned_sizes import Family, LearnedSizes, Numbers, Shapes, Signature, Value
 from zgraph.capture.replaced_forward import signature_of
-from zgraph.capture.symbolic_capture import SymbolicSizes
+from zgraph.capture.symbolic_capture import SymbolicSizes, distinct
 from zgraph.errors import CaptureError, RankMismatchError, SignatureError, SizeError, ZgraphError
 from zgraph.plan.shapes import buckets_of, fixed_by, sizes_in, values_in
 from zgraph.runtime.rank import Rank
@@ -77,6 +78,7 @@ class CallSizes:
         self.known, self.call, self.family = known, call, family
         self.learn = family is not None
         self._asked: dict[str, int] | None = None  # sizes that no program serves yet
+        self._refused: Entry | None = None  # a program that refuses these
         # sizes of one call, at which a program is made because the largest of several calls do not go together
         self._beside: dict[str, int] | None = None
         self._fixed: set[str] = set()  # sizes that are numbers in this call's program, and symbols in others
@@ -151,7 +153,7 @@ class CallSizes:
         call; return it.
         """
         self._before, self._alike, self.apart = own._before, True, True
-        self._asked, self._beside, self._fixed = None, None, set()
+        self._asked, self._refused, self._beside, self._fixed = None, None, None, set()
         return self
 
     def _at(self, shapes: Shapes, values: tuple[Value, ...], device: str | None = None) -> CallSizes:
@@ -162,11 +164,19 @@ class CallSizes:
         """Return what the capture of this call's program treats as symbols; None if all sizes are numbers."""
         if self.family is None:
             return None
-        return self.family.open_sizes(self.call, self._asked, self._fixed, self._beside)
+        open_sizes = self.family.open_sizes(self.call, self._asked, self._fixed, self._beside)
+        if open_sizes is None or self._asked is None or self._refused is None or self.call.values:
+            return open_sizes
+        # (Of equal sizes all but one grow: the point must stay on the same side of what the program there is refuses.)
+        asked = {name: self._asked.get(name, size) for name, size in open_sizes.points.items()}
+        side = self._refused.bound(self._asked)
+        tries = [open_sizes.points, *(distinct(asked, {name}) for name in asked)]
+        points = next((p for p in tries if self._refused.bound({**self._asked, **p}) == side), open_sizes.points)
+        return replace(open_sizes, points=points)
 
-    def made_at(self, sizes: dict[str, int] | None) -> None:
-        """Make the next program at these sizes, which the last one refused; if the last one was made so already, for
-        exactly these sizes. Raises `TwoSidesError` if ranks have different sizes that no one program serves.
+    def made_at(self, sizes: dict[str, int] | None, refused: Entry | None) -> None:
+        """Make the next program at these sizes, which the last one, `refused`, refuses; if the last one was made so
+        already, for exactly these sizes. Raises `TwoSidesError` if ranks have different sizes that no one program serves.
         """
         if self._asked is not None and sizes is not None:
             if not self._alike:
@@ -176,7 +186,7 @@ class CallSizes:
                     hint="let the ranks' batches be on one side of what the model's code branches on",
                 )
             self._fixed = set(self.point)
-        self._asked = sizes
+        self._asked, self._refused = sizes, refused
 
     def give_up(self, error: ZgraphError, refused: Entry | None) -> bool:
         """Turn symbols into numbers after a capture with symbols has failed. Return False, with the knowledge before

@@ -329,7 +329,7 @@ class Calls:
         rank.refuse_unset()
         _refuse_other_devices(rank.device, args, kwargs)
         refused = match.refused
-        sizes.made_at(self._asked(sizes, refused=refused is not None and not refused.holds(sizes.point)))
+        sizes.made_at(self._asked(sizes, refused=refused is not None and not refused.holds(sizes.point)), refused)
         while match.new:
             try:
                 with self._shown():
@@ -359,7 +359,7 @@ class Calls:
                 asked = self._asked(sizes, refused=bool(sizes.point) and not entry.holds(sizes.point))
                 if asked is None:
                     return match
-                sizes.made_at(asked)
+                sizes.made_at(asked, entry)
             match = self._find_together(sizes, args, kwargs)
             rank.everyone.vote(INPUTS, match.ballot)
         return match
