@@ -618,6 +618,22 @@ def test_weights_alone_leave_the_counters(tmp_path):
     assert same(other.module, engine.module)
 
 
+@pytest.mark.parametrize("alone", [{"load_optimizer_states": False}, {"load_module_only": True}])
+def test_states_that_are_not_loaded_stay_as_they_are(tmp_path, alone):
+    engine, *_ = initialized()
+    trained(engine, rows(2))
+    engine.save_checkpoint(tmp_path, tag="a")
+    saved = weights(engine.module)
+    trained(engine, rows(4, seed=3))
+    weight = engine.module[0].weight
+    before = [deepspeed.utils.safe_get_full_optimizer_state(weight, name) for name in ("exp_avg", "exp_avg_sq")]
+    engine.load_checkpoint(tmp_path, tag="a", **alone)
+    after = [deepspeed.utils.safe_get_full_optimizer_state(weight, name) for name in ("exp_avg", "exp_avg_sq")]
+    assert all(torch.equal(a, b) and a.any() for a, b in zip(before, after, strict=True))
+    assert all(torch.equal(value, saved[name]) for name, value in weights(engine.module).items())
+    assert engine.global_steps == (3 if "load_module_only" in alone else 1)
+
+
 def test_a_checkpoint_may_be_loaded_in_part(tmp_path):
     config = changed(scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 5}})
     engine, *_ = initialized(config=config)

@@ -50,7 +50,7 @@ class System:
         torch.manual_seed(seed)
         model = Net() if model is None else model
         own = {} if "optimizer" in given else {"optimizer": ADAM}
-        return self.module.initialize(model=model, config=self.config(**own, **(config or {})), **given)
+        return self.module.initialize(model=model, config=self.config(**{**own, **(config or {})}), **given)
 
 
 def rows(step, rank=None):
@@ -343,6 +343,68 @@ def fine_tuning_with_epochs(system, _folder):
     return [*found, engine.tput_timer.epoch_count]
 
 
+def weights_of_before_with_the_states_that_there_are(system, folder):
+    """The best weights are loaded into the engine that trained on, without the optimizer's states, and alone."""
+    engine = system.engine()[0]
+    losses = trained(engine, range(2))
+    engine.save_checkpoint(folder, tag="best")
+    losses += trained(engine, range(2, 5))
+    engine.load_checkpoint(folder, tag="best", load_optimizer_states=False)
+    losses += [engine.global_steps, *trained(engine, range(5, 8))]
+    engine.load_checkpoint(folder, tag="best", load_module_only=True)
+    return [*losses, engine.global_steps, *trained(engine, range(8, 11))]
+
+
+def optimizers_of_torchs_by_name(system, _folder):
+    losses = []
+    for kind in ("RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta", "Rprop", "ASGD"):
+        config = {"optimizer": {"type": kind, "params": {"lr": 1e-2}}, "zero_allow_untested_optimizer": True}
+        engine, optimizer, *_ = system.engine(config=config)
+        assert engine.client_optimizer is None and len(optimizer.param_groups) == 1
+        losses += trained(engine, range(4))
+    return losses
+
+
+def rates_of_each_group_in_the_configuration(system, folder):
+    """Lists in the configuration's scheduler: a value for each group of `model_parameters`."""
+    params = {"warmup_min_lr": [0, 1e-3], "warmup_max_lr": [1e-2, 5e-2], "warmup_num_steps": 3}
+    torch.manual_seed(0)
+    model = Net()
+    groups = [{"params": [p for p in model.parameters() if (p.dim() > 1) is big]} for big in (True, False)]
+    config = {"scheduler": {"type": "WarmupLR", "params": params}}
+    engine = system.engine(model, model_parameters=groups, config=config)[0]
+    found = engine.get_lr() + trained(engine, range(5)) + engine.get_lr()
+    engine.save_checkpoint(folder)
+    engine.load_checkpoint(folder)
+    return found + trained(engine, range(5, 8))
+
+
+def a_gradient_that_is_no_number_in_fp32(system, _folder):
+    """ZeRO's optimizers leave out a step of which one rank's loss is no number."""
+    engine = system.engine()[0]
+    found = []
+    for step in range(4):
+        loss, _ = engine(*rows(step))
+        bad = step == 1 and dist.get_rank() == dist.get_world_size() - 1
+        engine.backward(loss * float("nan") if bad else loss)
+        engine.step()
+        found += [loss.item(), engine.skipped_steps, engine.was_step_applied()]
+    return found
+
+
+def a_penalty_of_whole_weights(system, _folder):
+    """A term of the parameters themselves, in two micro-batches."""
+    engine = system.engine(config={"gradient_accumulation_steps": 2})[0]
+    losses = []
+    for step in range(6):
+        whole = (p if system.real else p.full_tensor() for p in engine.module.parameters())
+        loss = engine(*rows(step))[0] + 1e-2 * sum(p.square().sum() for p in whole)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
 SCRIPTS = [
     a_pipeline_that_reads_its_data,
     fine_tuning_with_epochs,
@@ -359,6 +421,11 @@ SCRIPTS = [
     evaluation_between_steps,
     weights_gradients_and_states_by_name,
     a_scheduler_set_later,
+    weights_of_before_with_the_states_that_there_are,
+    optimizers_of_torchs_by_name,
+    rates_of_each_group_in_the_configuration,
+    a_gradient_that_is_no_number_in_fp32,
+    a_penalty_of_whole_weights,
 ]
 
 
@@ -366,6 +433,8 @@ STAGES = {  # of DeepSpeed, where it does not refuse what a script says, or load
     a_pipeline_that_reads_its_data: 1,
     accumulation_by_no_sync: 1,
     weights_alone: 2,
+    a_penalty_of_whole_weights: 2,
+    weights_of_before_with_the_states_that_there_are: 2,
 }
 
 

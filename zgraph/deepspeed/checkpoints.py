@@ -20,11 +20,9 @@ from torch.distributed.tensor import DTensor
 
 from zgraph.checkpoint.loading import Weights, load, peek
 from zgraph.checkpoint.source import MODEL, Source
-from zgraph.checkpoint.state import RandomStates, random_states
 from zgraph.deepspeed import client_optimizer, comm
 from zgraph.deepspeed.full_values import load_whole
 from zgraph.deepspeed.lr_schedulers import Scheduler
-from zgraph.deepspeed.update_of_zeros import count_ahead
 from zgraph.deepspeed.utils.logging import no_effect
 from zgraph.deepspeed.zero import GatheredParameters
 from zgraph.errors import CheckpointError, UnsupportedError
@@ -43,8 +41,7 @@ _COUNTED = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 class Wanted:
     """What `load_checkpoint` loads besides counters and the schedule."""
 
-    states: bool  # those of the plan's optimizer
-    random: bool  # the random states
+    states: bool  # the optimizer's states, and the random states
     weights: Weights  # the weights
 
 
@@ -128,14 +125,14 @@ class Checkpoints:
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Continue from a checkpoint written by zgraph or by DeepSpeed (ZeRO 0 to 3, universal).
 
-        Returns (the checkpoint's path, the client state), or (None, None) with a warning if `load_dir` names none. With
-        `load_module_only` weights alone are loaded: counters, schedule and random states stay as they are, and the optimizer
-        begins anew. If `load_module_strict` is False, weights are loaded that both have by the same name; a warning names the others, of which the
-        model's stay as they are. `custom_load_fn(src=state_dict, dst=model)` loads them itself, of whole weights as they were saved, into whole
-        parameters, of which those of rank 0 count; the optimizer's states are loaded by name and shape. A model in pipeline
-        stages, or with divided weights, is cut in its first call: before it, weights, counters and the schedule are loaded at
-        once, and the optimizer's and random states when the model is cut. All ranks must call it. Raises `CheckpointError`, and
-        then has changed nothing but what `custom_load_fn` has.
+        Returns (the checkpoint's path, the client state), or (None, None) with a warning if `load_dir` names none. Unless
+        `load_optimizer_states`, the optimizer's states and the random states stay as they are; with `load_module_only` so do
+        counters and schedule. If `load_module_strict` is False, weights are loaded that both have by the same name; a
+        warning names the others, of which the model's stay as they are. `custom_load_fn(src=state_dict, dst=model)` loads
+        them itself, of whole weights as they were saved, into whole parameters, of which those of rank 0 count; the optimizer's
+        states are loaded by name and shape. A model in pipeline stages, or with divided weights, is cut in its first call:
+        before it, weights, counters and the schedule are loaded at once, and the optimizer's and random states when the model
+        is cut. All ranks must call it. Raises `CheckpointError`, and then has changed nothing but what `custom_load_fn` has.
         """
         chosen = tag if tag is None else str(tag)
         if chosen is None and not _names_one(Path(load_dir)):
@@ -148,13 +145,13 @@ class Checkpoints:
             weights = "none"
 
         def go_on() -> tuple[Path, dict[str, Any]]:
-            wanted = Wanted(states=whole, random=not load_module_only, weights=weights)
-            client = self._read(Path(load_dir), chosen, wanted)
+            client = self._read(Path(load_dir), chosen, Wanted(states=whole, weights=weights))
             own, states = client.pop(_OURS, None), client.pop(_STATES, None)
             if whole and not self._training.planned and self._training.optimizer is not None:
                 client_optimizer.load(self._training.optimizer, (own or {}).get("optimizer"), states)
             if not load_module_only:
-                self._go_on(own if isinstance(own, Mapping) else None, scheduler=load_lr_scheduler_states)
+                counts = own if isinstance(own, Mapping) else self._derived(Path(load_dir), chosen, whole)
+                self._count_on(counts, scheduler=load_lr_scheduler_states)
                 if not whole and load_lr_scheduler_states:
                     self._set_rates()
             return self.handle.saver.last.folder, client  # type: ignore[union-attr]
@@ -190,9 +187,7 @@ class Checkpoints:
 
     def _read(self, load_dir: Path, tag: str | None, wanted: Wanted) -> dict[str, Any]:
         """Load what is wanted; return the client state."""
-        runtime, optimizer = self.handle.runtime, self._training.optimizer
-        before = None if wanted.random else RandomStates(random_states(runtime.device), runtime.device)
-        groups = [] if wanted.states or optimizer is None else [_numbers_of(group) for group in optimizer.param_groups]
+        runtime = self.handle.runtime
         self.handle.saver.wait()
         client = dict(
             load(
@@ -200,38 +195,32 @@ class Checkpoints:
                 load_dir.absolute(),
                 tag,
                 fallback=False,
-                optimizer=wanted.states,
+                optimizer=True if wanted.states else "keep",
                 client_state=None,
                 weights=wanted.weights,
             )
         )
-        if self._training.zeros and not wanted.states:
-            count_ahead(self.handle)
-        for group, numbers in zip(optimizer.param_groups if groups else (), groups, strict=True):
-            group.update(numbers)  # (an optimizer that begins anew has the plan's, not those that a schedule has set)
-        if before is not None:
-            before.restore()
         runtime.updater.settle()
         self._counters.skipped_before = runtime.updater.outcomes.skipped()
         return client
 
-    def _go_on(self, own: Mapping[str, Any] | None, *, scheduler: bool) -> None:
-        """Restore the counters and the schedule from a checkpoint.
-
-        A checkpoint that no engine of zgraph wrote has none: they are derived from the number of steps that it records.
-        """
-        if own is None:
-            runtime = self.handle.runtime
-            steps, skipped = runtime.updates, self._counters.skipped_before
-            own = {
-                "global_steps": steps,
-                "global_samples": runtime.samples or steps * self._batch.total,  # type: ignore[attr-defined]
-                "skipped_steps": skipped,
-                "micro_steps": steps * self._batch.parts,  # type: ignore[attr-defined]
-            }
-            if hasattr(self._training.scheduler, "last_batch_iteration"):
-                own["lr_scheduler"] = {"last_batch_iteration": steps - skipped - 1}
-        self._count_on(own, scheduler=scheduler)
+    def _derived(self, load_dir: Path, tag: str | None, whole: bool) -> dict[str, Any]:
+        """Return the counters and the schedule's position for a checkpoint that no engine of zgraph wrote: it has none, and
+        they are derived from the number of steps that it records."""
+        runtime = self.handle.runtime
+        steps, skipped, samples = runtime.updates, self._counters.skipped_before, runtime.samples
+        if not whole:  # (the run time goes on from its own)
+            known = peek(runtime.everyone, load_dir.absolute(), tag)[0].known
+            steps, skipped, samples = known.steps or 0, known.skipped, known.samples or 0
+        own = {
+            "global_steps": steps,
+            "global_samples": samples or steps * self._batch.total,  # type: ignore[attr-defined]
+            "skipped_steps": skipped,
+            "micro_steps": steps * self._batch.parts,  # type: ignore[attr-defined]
+        }
+        if hasattr(self._training.scheduler, "last_batch_iteration"):
+            own["lr_scheduler"] = {"last_batch_iteration": steps - skipped - 1}
+        return own
 
     def _count_on(self, own: Mapping[str, Any], *, scheduler: bool) -> None:
         for name in _COUNTED:
@@ -392,10 +381,6 @@ def _names_one(folder: Path) -> bool:
     """Return whether a folder names its latest checkpoint, or is a checkpoint itself."""
     named = any((folder / name).exists() for name in ("latest", "latest_universal"))
     return named or any(folder.glob("*model_states.pt")) or (folder / ".metadata").exists()
-
-
-def _numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
 
 
 def _plain(value: Any) -> Any:

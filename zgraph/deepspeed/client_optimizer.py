@@ -1,16 +1,41 @@
-"""The states of the script's own optimizer, of a kind that plans do not support: saved per rank, and loaded on the
-same number of ranks."""
+"""An optimizer of a kind that plans do not support, which steps by itself: the script's own, or torch's by its name in the configuration.
+
+Its states are saved per rank, and loaded on the same number of ranks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from zgraph.deepspeed import comm
-from zgraph.errors import CheckpointError
+from zgraph.deepspeed.optimizers import TORCHS_OWN
+from zgraph.errors import CheckpointError, PlanError
+
+
+def torchs_own(config: Mapping[str, Any]) -> Callable[[Any], torch.optim.Optimizer] | None:
+    """Return the function that makes the optimizer which a configuration names if it is one of `TORCHS_OWN`; None for
+    others. The function raises `PlanError` for numbers that the optimizer does not take."""
+    given = config.get("optimizer")
+    section: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
+    kind = section.get("type")
+    if kind not in TORCHS_OWN:
+        return None
+
+    def made(params: Any) -> torch.optim.Optimizer:
+        numbers = dict(section.get("params") or {})
+        try:
+            new: torch.optim.Optimizer = getattr(torch.optim, kind)(params, **numbers)
+        except (TypeError, ValueError) as error:
+            raise PlanError(
+                f"torch's {kind} can't be made", where="optimizer.params", why=str(error), hint="its own arguments"
+            ) from error
+        return new
+
+    return made
 
 
 def states_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from zgraph.deepspeed.unsupported import EngineMisuse, Unsupported
 from zgraph.deepspeed.utils.logging import logger, no_effect
 from zgraph.deepspeed.utils.timer import ThroughputTimer
 from zgraph.errors import ModelError, StepError
+from zgraph.parameters.whole_numbers import WholeNumbers
 
 
 @dataclass
@@ -457,7 +458,8 @@ class DeepSpeedEngine(Checkpoints, Settings, Unsupported, Attributes):  # type: 
         self._norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         applied = not training.skips or bool(torch.isfinite(self._norm))
         if applied:
-            training.optimizer.step()
+            with WholeNumbers():
+                training.optimizer.step()
         self.handle.zero_grad()
         return applied
 
@@ -651,6 +653,11 @@ def _tensors_in(output: Any) -> Iterator[torch.Tensor]:
 
 
 def _refuse_no_number(loss: Any) -> None:
+    if isinstance(loss, DTensor):
+        raise EngineMisuse(
+            "the loss has a term of the parameters themselves, which are divided over the ranks",
+            hint="compute the term of whole parameters, on all ranks: sum(p.full_tensor().square().sum() for p in engine.module.parameters())",
+        )
     if isinstance(loss, torch.Tensor) and loss.numel() == 1:
         return
     what = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__

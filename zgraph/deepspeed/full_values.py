@@ -26,7 +26,9 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor:
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Write the whole parameter and its master weight."""
+    """Write the whole parameter and its master weight. Raises `ModelError` for a value of another shape, as the other
+    setters do."""
+    _refuse_another_shape(value, param, "a parameter")
     master = _state(param, MASTER)
     if master is not None:
         copy_state(master, value.to(master.dtype))
@@ -43,6 +45,7 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """Write the whole gradient. Raises `StepError` if there is none yet."""
     if param.grad is None:
         raise StepError("the parameter has no gradient to write to", hint="call it between a backward and step()")
+    _refuse_another_shape(value, param.grad, "the gradient of a parameter")
     copy_state(param.grad, value.to(param.grad.dtype))
 
 
@@ -56,6 +59,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
     """Write a state of the optimizer for the whole parameter. Raises `ModelError` if there is none of this name."""
     state = _required(param, optim_state_key)
+    _refuse_another_shape(value, state, f"{optim_state_key!r} of a parameter")
     copy_state(state, value.to(state.dtype))
 
 
@@ -77,7 +81,8 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Write this rank's rows of the parameter and of its master weight."""
+    """Write this rank's rows of the parameter and of its master weight. Raises `ModelError` for another number of elements,
+    as the other setters do."""
     master = _state(param, MASTER)
     if master is not None:
         _write_local(master, value)
@@ -108,8 +113,21 @@ def safe_update_full_grad_vectorized(
 
 def _write_local(tensor: torch.Tensor, value: torch.Tensor) -> None:
     mine = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if value.numel() != mine.numel():
+        raise ModelError(
+            f"a value of shape {list(value.shape)} was given for the rows {list(mine.shape)} of this rank",
+            hint="a value of that shape; or the safe_set_full_ function, with the whole on all ranks",
+        )
     with torch.no_grad():
         mine.copy_(value.view_as(mine))
+
+
+def _refuse_another_shape(value: torch.Tensor, tensor: torch.Tensor, what: str) -> None:
+    if value.shape != tensor.shape:
+        raise ModelError(
+            f"a value of shape {list(value.shape)} was given for {what} of shape {list(tensor.shape)}",
+            hint="give the whole value, equal on all ranks",
+        )
 
 
 def _required(param: nn.Parameter, name: str) -> torch.Tensor:

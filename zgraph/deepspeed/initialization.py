@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,10 +18,17 @@ from torch import nn
 
 from zgraph.api.compiler import compile
 from zgraph.deepspeed import comm
+from zgraph.deepspeed.client_optimizer import torchs_own
 from zgraph.deepspeed.engine import Batch, DeepSpeedEngine, Training
 from zgraph.deepspeed.engine_optimizer import EngineOptimizer, follow, rebind
 from zgraph.deepspeed.engine_settings import value_of
-from zgraph.deepspeed.lr_schedulers import VALID_LR_SCHEDULES, Scheduler, is_scheduler, refuse_another_optimizers
+from zgraph.deepspeed.lr_schedulers import (
+    VALID_LR_SCHEDULES,
+    Scheduler,
+    by_groups,
+    is_scheduler,
+    refuse_another_optimizers,
+)
 from zgraph.deepspeed.parameter_groups import freeze_others, groups_of, names_of, of_model_parameters, record_of
 from zgraph.deepspeed.pipe.engine import PipelineEngine
 from zgraph.deepspeed.pipe.module import PipelineModule
@@ -52,6 +59,7 @@ class Given:
     optimizer: Any = None  # an optimizer object, also if a function was given that makes one
     names: list[list[str]] | None = None  # the names of the parameters in each of `groups`
     scheduler: Any = None  # a scheduler object, or a function of the optimizer
+    written: dict[str, str] = field(default_factory=dict)  # sections that an object was made of, and what it is
     groups: list[dict[str, Any]] | None = None  # the optimizer's groups, else those of `model_parameters`
 
 
@@ -75,9 +83,9 @@ def initialize(
     `config` is a dict or a path; `args.deepspeed_config` and `config_params` are the same. Its section "zgraph" has fields of
     a plan that DeepSpeed has no key for ({"backend": "eager", "memory_budget": "20GiB"}). `optimizer` is an object of torch's
     or `zgraph.deepspeed.ops`, or a function of `model_parameters`; it takes precedence over the configuration's. Optimizers
-    that plans support (Adam, AdamW, SGD, Adagrad, Lion, LAMB) run as the plan's compiled update; others step by themselves,
-    on shards. `lr_scheduler` is an object or a function of the optimizer; it takes precedence too. `training_data` gives a
-    loader of this rank's micro-batches.
+    that plans support (Adam, AdamW, SGD, Adagrad, Lion, LAMB) run as the plan's compiled update; others, and those of
+    torch's that the configuration names (`optimizers.TORCHS_OWN`), step by themselves, on shards. `lr_scheduler` is an
+    object or a function of the optimizer; it takes precedence too. `training_data` gives a loader of this rank's micro-batches.
 
     All ranks must call it. A model that was initialized before keeps its weights and runs by the new configuration. Raises
     `PlanError` with a problem for each key that zgraph does not support, `ModelError` and others as `zgraph.compile` does.
@@ -102,7 +110,8 @@ def initialize(
     if isinstance(level := given_config.get("log_level"), str) and level.lower() in LEVELS:
         set_log_level_from_string(level)
     _to_device(model)
-    given = _given(model, optimizer, model_parameters, lr_scheduler)
+    written = _written(given_config, optimizer, lr_scheduler)
+    given = _given(model, optimizer, model_parameters, lr_scheduler, written)
     plan, report = _planned(given_config, given, model)
     batch = _batch(given_config, plan)
     training = _training(model, plan, given, given_config)
@@ -185,9 +194,9 @@ def _planned(config: dict[str, Any], given: Given, model: nn.Module) -> tuple[Pl
     report = report_on(translated, world=comm.get_world_size(), model=model)
     plan = report.require_plan()
     if own:
-        report = _overridden(report, config, "optimizer")
+        report = _overridden(report, config, "optimizer", given.written)
     if given.scheduler is not None:
-        report = _overridden(report, config, "scheduler")
+        report = _overridden(report, config, "scheduler", given.written)
     if summed:
         said = "the engine multiplies each loss by the data-parallel ranks, over which the plan averages"
         report = replace(report, rows=(*report.rows, Row("gradient_allreduce_op", "sum", "applied", said)))
@@ -214,12 +223,14 @@ def _planned(config: dict[str, Any], given: Given, model: nn.Module) -> tuple[Pl
     return plan.model_copy(update={k: v for k, v in fields.items() if k not in asked}), report
 
 
-def _overridden(report: Report, config: dict[str, Any], section: str) -> Report:
+def _overridden(report: Report, config: dict[str, Any], section: str, written: Mapping[str, str]) -> Report:
     """Return the report with a section's keys as without effect, and say so: `initialize` was given an object in its
-    place."""
+    place. An object that was made of the section itself is `written`: its keys are applied."""
     rows = [row for row in report.rows if row.key.split(".")[0] != section]
     given = config.get(section)
-    if given:
+    if section in written:
+        rows += [Row(f"{section}.{key}", value, "applied", written[section]) for key, value in config[section].items()]
+    elif given:
         said = f"initialize was given {'an' if section[0] in 'aeiou' else 'a'} {section}, which takes precedence"
         logger.warning("the configuration's %s is left out: %s", section, said)
         rows += [Row(f"{section}.{key}", value, "no effect here", said) for key, value in given.items()]
@@ -309,12 +320,20 @@ def _to_device(model: nn.Module) -> None:
 
 
 # -- what the script has handed over ----------------------------------------------------------------------------------------
-def _given(model: nn.Module, optimizer: Any, model_parameters: Iterable[Any] | None, scheduler: Any) -> Given:
-    """Return the objects that were passed, with the names of their parameters, before anything of the model is
-    changed."""
+def _given(
+    model: nn.Module,
+    optimizer: Any,
+    model_parameters: Iterable[Any] | None,
+    scheduler: Any,
+    written: Mapping[str, tuple[Any, str]],
+) -> Given:
+    """Return the objects that were passed or are `written`, with the names of their parameters, before anything of the
+    model is changed."""
+    optimizer = written["optimizer"][0] if "optimizer" in written else optimizer
+    scheduler = written["scheduler"][0] if "scheduler" in written else scheduler
     refuse_another_optimizers(scheduler, (optimizer,))
     groups = None if model_parameters is None else groups_of(_parameters(model_parameters))
-    objects = Given(scheduler=scheduler)
+    objects = Given(scheduler=scheduler, written={section: said for section, (_, said) in written.items()})
     if isinstance(optimizer, (EngineOptimizer, DeepSpeedEngine)):
         raise ModelError(
             "this optimizer is an engine's already", hint="leave it out: the configuration has one; or make another"
@@ -336,6 +355,17 @@ def _given(model: nn.Module, optimizer: Any, model_parameters: Iterable[Any] | N
     return objects
 
 
+def _written(config: dict[str, Any], optimizer: Any, scheduler: Any) -> dict[str, tuple[Any, str]]:
+    """Return the functions that make objects of sections of the configuration which no plan has, where the script has
+    passed none, and what the report says of each."""
+    functions = {
+        "optimizer": (torchs_own(config), "torch's own optimizer, which steps by itself, on shards"),
+        "scheduler": (by_groups(config), "a list has a value for each of the optimizer's groups"),
+    }
+    passed = {"optimizer": optimizer, "scheduler": scheduler}
+    return {s: (made, said) for s, (made, said) in functions.items() if made is not None and passed[s] is None}
+
+
 def _parameters(given: Iterable[Any]) -> Iterable[Any]:
     """Return a module's parameters, or what is given if it is not a module."""
     return given.parameters() if isinstance(given, nn.Module) else given
@@ -350,7 +380,8 @@ def _training(model: nn.Module, plan: Plan, given: Given, config: dict[str, Any]
     handle: Any = model.__dict__["zgraph"]
     if value_of(config, "fp16.enabled"):
         _take_any_gradients(model)
-    training = Training(client=given.optimizer, clips=float(value_of(config, "gradient_clipping", 1.0)))
+    client = None if "optimizer" in given.written else given.optimizer
+    training = Training(client=client, clips=float(value_of(config, "gradient_clipping", 1.0)))
     if plan.optimizer is not None:
         training.optimizer = EngineOptimizer(handle, given.names or (), given.groups or ())
         training.zeros = begins_with_zeros(config, plan, pipelined=isinstance(model, PipelineModule))
@@ -362,10 +393,19 @@ def _training(model: nn.Module, plan: Plan, given: Given, config: dict[str, Any]
         names: Any = given.names
         handle.when_placed(lambda: rebind(given.optimizer, names, dict(model.named_parameters())))
         training.planned, training.optimizer = False, given.optimizer
-        training.skips = bool(value_of(config, "bf16.enabled") and value_of(config, "bf16.check_grad_overflow", True))
-    training.client_scheduler = given.scheduler
-    training.scheduler = _scheduler(training, config)
+        training.skips = _skips(config)
+    training.client_scheduler = None if "scheduler" in given.written else given.scheduler
+    training.scheduler = _scheduler(training, given.scheduler, config)
     return training
+
+
+def _skips(config: dict[str, Any]) -> bool:
+    """Return whether DeepSpeed leaves out a step whose gradients are not finite: in bf16, and in fp32 with ZeRO."""
+    if value_of(config, "bf16.enabled"):
+        return bool(value_of(config, "bf16.check_grad_overflow", True))
+    return bool(
+        value_of(config, "zero_optimization.stage", 0) and value_of(config, "zero_optimization.compute_grad_norm", True)
+    )
 
 
 def _refuse_offloaded(optimizer: Any, plan: Plan) -> None:
@@ -403,10 +443,10 @@ def _schedule(config: dict[str, Any], world: int) -> AnySchedule | None:
     return report_on(part, world=world).require_plan().lr_schedule
 
 
-def _scheduler(training: Training, config: dict[str, Any]) -> Any:
+def _scheduler(training: Training, given: Any, config: dict[str, Any]) -> Any:
     """Return the script's own scheduler, else the configuration's on the engine's optimizer; None without an
     optimizer, or if neither gives one."""
-    given, optimizer = training.client_scheduler, training.optimizer
+    optimizer = training.optimizer
     if optimizer is None:
         if given is not None:
             logger.warning("lr_scheduler is left out: there is no optimizer, so the engine makes no steps")

@@ -147,7 +147,9 @@ KEYS: dict[str, Key] = {
     "zero_optimization.allgather_partitions": _same("bool", _GRAPH),
     "zero_optimization.allgather_bucket_size": _applied("number"),
     "zero_optimization.overlap_comm": _applied("bool"),
-    "zero_optimization.compute_grad_norm": _same("bool", "the norm is computed where the plan clips or shows it"),
+    "zero_optimization.compute_grad_norm": _same(
+        "bool", "the norm is computed where the plan clips or shows it, or leaves out a step that is not finite"
+    ),
     "zero_optimization.load_from_fp32_weights": _nothing(
         "bool", "checkpoints hold the fp32 master weights, and these are loaded, as DeepSpeed does by default"
     ),

@@ -30,6 +30,8 @@ _WITHOUT = {
     "musgd": "mup's SGD",
     "muon": "DeepSpeed's Muon (another iteration than that of a plan's Muon)",
 }
+# What torch has and no plan: `initialize` makes them, since an element's update is of that element alone, so that shards can step.
+TORCHS_OWN = ("RMSprop", "Adamax", "RAdam", "NAdam", "Adadelta", "Rprop", "ASGD")
 # Parameters with another name in DeepSpeed, by the plan's optimizer.
 _RENAMED = {name: {"freeze_step": "freeze_steps"} for name in ("OneBitAdam", "OneBitLAMB")}
 _IGNORED = (
@@ -64,6 +66,8 @@ def optimizer(draft: Draft) -> None:
         return
     if folded not in _TYPES:
         nearest = did_you_mean(kind, ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "SGD"))
+        if kind in TORCHS_OWN:
+            nearest = "initialize takes it as torch's own"
         draft.refuse(key, f"a plan has no {kind}", f"{nearest}; or an object of your own")
         return
     name, defaults = _TYPES[folded]

@@ -69,6 +69,7 @@ def report(config: Config, *, world: int, model: Any = None, arguments: Any = No
     _clipping(draft)
     optimizer(draft)
     scheduler(draft)
+    _steps_in_fp32(draft)
     _zero(draft)
     if whole and not draft.is_refused("zero_optimization.stage"):
         stage = draft.get("zero_optimization.stage")
@@ -384,6 +385,20 @@ def _bf16(draft: Draft, changes: dict[str, Any]) -> None:
         stored = "bfloat16" if draft.get("bf16.bf16_optimizer_states") else "float32"
         changes["optimizer_state"] = stored
         draft.say("bf16.bf16_optimizer_states", "applied", f'precision.optimizer_state = "{stored}"')
+
+
+def _steps_in_fp32(draft: Draft) -> None:
+    """Set what ZeRO's optimizers do in fp32 with gradients that are not finite. (Without ZeRO they update.)"""
+    key = "zero_optimization.compute_grad_norm"
+    low = draft.get("bf16.enabled") or draft.get("fp16.enabled")
+    whole = "local_steps" not in draft.fields and draft.fields.get("mesh", {}).get("pp", 1) == 1
+    if low or not whole or not draft.get("zero_optimization.stage", 0) or draft.get("optimizer") is None:
+        return
+    if draft.get(key, True):
+        said = "with ZeRO, a step whose gradients are not finite updates nothing in fp32 either, as DeepSpeed has it"
+        draft.apply(key, "on_nonfinite", "skip", said)
+    else:
+        draft.say(key, "applied", 'on_nonfinite = "ignore"')
 
 
 def _dtypes(draft: Draft, changes: dict[str, Any], short: str) -> None:

@@ -121,10 +121,3 @@ class _Decayed:
         runtime.weights_changed(list(self._before))
         self._shards = runtime.shards
         self._versions = {name: runtime.shards.version(name) for name in self._before}
-
-
-def count_ahead(handle: Handle) -> None:
-    """Let an optimizer that begins anew, with weights of a checkpoint, count the update of zeros."""
-    updater = handle.runtime.updater
-    updater.make_states()
-    updater.states.set_counts(dict.fromkeys(updater.states.members, 1.0))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from zgraph.build.step_program import Entry, StepProgram
 from zgraph.capture.storages import Sharing
@@ -143,6 +144,7 @@ class Step(torch.autograd.Function):
         runtime, entry, step = ctx.runtime, ctx.entry, ctx.step
         tangents = {i: g for i, g in enumerate(grads) if g is not None and i in entry.trace.differentiable}
         tangents |= {i: cut.filled(tangents[i]) for i, cut in ctx.cuts.items() if i in tangents}
+        _refuse_shards(tangents)
         refuse_partial(entry, ctx.seen, tangents.keys())
         outputs = sorted(entry.in_other(entry.beside[0], frozenset(tangents)))
         runtime.needed_votes.backward(step.shared_name, outputs, accumulates=runtime.accumulating)
@@ -177,6 +179,16 @@ class Step(torch.autograd.Function):
         of_params = [gradients.get((InputRole.PARAMETER, n)) for n in ctx.names]
         of_inputs = [gradients.get((entry.trace.inputs[i].role, entry.trace.inputs[i].name)) for i in ctx.loose]
         return (None,) * 6 + (*of_params, *of_inputs)
+
+
+def _refuse_shards(tangents: Mapping[int, torch.Tensor]) -> None:
+    """Raise `UnsupportedError` for the gradient of a loss that shards were added to."""
+    if any(isinstance(tangent, DTensor) for tangent in tangents.values()):
+        raise UnsupportedError(
+            "the loss has a term of the parameters themselves, which are divided over the ranks",
+            why="its gradient at the model's outputs is a DTensor, which the compiled backward does not take",
+            hint="compute the term of whole parameters, on all ranks: sum(p.full_tensor().square().sum() for p in model.parameters())",
+        )
 
 
 def refuse_partial(
