@@ -27,6 +27,7 @@ GOAL = 0.03
 
 ADAM = {"lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}
 LAMB = {"lr": 2e-2, "betas": [0.9, 0.95], "weight_decay": 0.1}
+ZERO_ONE = {"name": "ZeroOneAdam", **ADAM, "var_freeze_step": 150, "local_step_scaler": 200}
 GROUPS = {"replicate": 2, "dp": 1}
 EVERY = 8  # steps of a round
 BETWEEN = {"hierarchical": True}
@@ -52,15 +53,10 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
         "exact",
         {"zero": 0, "optimizer": {"name": "OneBitAdam", **ADAM, "freeze_steps": 60}},
     ),
-    "0/1 Adam": (
-        "exact",
-        {
-            "zero": 0,
-            "optimizer": {"name": "ZeroOneAdam", **ADAM, "var_freeze_step": 100, "local_step_scaler": 200},
-        },
-    ),
+    "0/1 Adam": ("exact", {"zero": 0, "optimizer": {**ZERO_ONE, "var_update_scaler": 50}}),
+    "0/1 Adam, squares seldom updated": ("exact", {"zero": 0, "optimizer": ZERO_ONE}),
     "exact LAMB": ("exact LAMB", {"zero": 0, "optimizer": {"name": "LAMB", **LAMB}}),
-    "1-bit LAMB": ("exact LAMB", {"zero": 0, "optimizer": {"name": "OneBitLAMB", **LAMB, "freeze_steps": 100}}),
+    "1-bit LAMB": ("exact LAMB", {"zero": 0, "optimizer": {"name": "OneBitLAMB", **LAMB, "freeze_steps": 150}}),
     "local steps from the first": ("exact", {"mesh": GROUPS, "local_steps": LOCAL}),
     "local steps after a quarter": ("exact", {"mesh": GROUPS, "local_steps": LOCAL}),
 }
