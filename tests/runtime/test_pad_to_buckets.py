@@ -343,7 +343,13 @@ def to_even(hidden):  # as long as the words at each bucket, and a row longer th
     return nn.functional.pad(hidden, (0, 0, 0, hidden.shape[1] % 2))
 
 
-@pytest.mark.parametrize("of", [to_even, lambda h: h[:, 1:], lambda h: h.flatten(0, 1), lambda h: torch.cat([h, h], 1)])
+def at_least_the_bucket(hidden):  # as long as the words at each bucket, and longer than some batches
+    return nn.functional.pad(hidden, (0, 0, 0, max(0, 8 - hidden.shape[1])))
+
+
+@pytest.mark.parametrize(
+    "of", [to_even, at_least_the_bucket, lambda h: h[:, 1:], lambda h: h.flatten(0, 1), lambda h: torch.cat([h, h], 1)]
+)
 def test_an_output_whose_padding_can_not_be_told_is_refused(of):
     class Changes(Reader):
         def forward(self, words):

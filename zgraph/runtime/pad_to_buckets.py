@@ -295,17 +295,13 @@ class PaddedCalls:
         here = _Seen(lengths, shapes, trace.flat.code_constants)
         sizes_by_output: dict[int, dict[int, str]] = {}
         for name in lengths:
-            alike = (seen for seen in known if _differs_in(seen, here) == {name})
-            other = next((seen for seen in alike if _tells(seen.lengths[name], lengths[name])), None)
+            other = next((seen for seen in known if _differs_in(seen, here) == {name}), None)
             if other is None or other.constants != here.constants:
                 other = self._at_another(call, name, here, capture)
-                known.append(other)
-            if other.constants != here.constants:
-                raise _untold(
-                    f"a Python number or text that forward returns, or keeps, differs with {name}",
-                    f"where {name} is {here.lengths[name]} it has {_only(here, other)}, where that is {other.lengths[name]} {_only(other, here)}",
-                )
-            for at, dim in _followers(here, other, name):
+            followers = _followers(here, other, name)
+            if followers and not _tells(other.lengths[name], lengths[name]):
+                self._refuse_rounded(call, name, here, followers, capture)
+            for at, dim in followers:
                 sizes_by_output.setdefault(at, {})[dim] = name
         known.append(here)
         return sizes_by_output
@@ -316,31 +312,41 @@ class PaddedCalls:
                 yield number, self.pads[path]
 
     def _at_another(self, call: Call, name: str, here: _Seen, capture: Callable[[Call], Trace]) -> _Seen:
-        """Return the outputs' shapes with one size changed: to one that `_tells`; where there is none, or the model does
-        not take it, to another bucket, else to the size of the call before padding, else to half.
+        """Return the outputs' shapes with one size changed: to that of another bucket, else of the call before padding,
+        else to half.
         """
         length, real = here.lengths[name], self._now.padded.real[name]
-        below = (n for n in range(length // 2, 1, -1) if _tells(n, length) and n not in here.lengths.values())
-        best = [n for n in (next(below, None),) if n is not None]
         others = [*(b for b in self.buckets if b not in here.lengths.values()), real, length // 2]
-        sizes = [*best, next(n for n in others if n != length)]
-        for other in sizes:
-            try:
-                flat = capture(self._sized(call, name, other)).flat
-                break
-            except ZgraphError as error:
-                if other == sizes[-1]:
-                    raise _untold(
-                        "the model can't be captured at another size", f"at {name} = {other}: {error.what}"
-                    ) from error
-        shapes = [v.shape if isinstance(v, torch.Tensor) else None for v in flat_values(flat)]
-        fixed_shapes = tuple(tuple(map(int, shape)) if shape is not None else None for shape in shapes)
-        if [s if s is None else len(s) for s in fixed_shapes] != [s if s is None else len(s) for s in here.shapes]:
+        other = next(n for n in others if n != length)
+        try:
+            flat = capture(self._sized(call, name, other)).flat
+        except ZgraphError as error:
             raise _untold(
-                "other outputs come of it at another size",
-                f"{len(here.shapes)} at {length}, {len(fixed_shapes)} at {other}",
+                "the model can't be captured at another size", f"at {name} = {other}: {error.what}"
+            ) from error
+        return _seen_at(name, other, flat, here)
+
+    def _refuse_rounded(
+        self, call: Call, name: str, here: _Seen, followers: list[tuple[int, int]], capture: Callable[[Call], Trace]
+    ) -> None:
+        """Raise `CaptureError` if other dimensions follow this size where it is one that `_tells`. Nothing is known where
+        there is no such size, or the model does not take it.
+        """
+        length = here.lengths[name]
+        shorter = (n for n in range(length // 2, 1, -1) if _tells(n, length) and n not in here.lengths.values())
+        if (other := next(shorter, None)) is None:
+            return
+        try:
+            flat = capture(self._sized(call, name, other)).flat
+        except ZgraphError:
+            return
+        apart = set(followers).symmetric_difference(_followers(here, _seen_at(name, other, flat, here), name))
+        if apart:
+            at, dim = min(apart)
+            raise _untold(
+                f"dimension {dim} of output {at} (counted flat) is as long as {name} at some sizes and not at others",
+                f"{name} was {length} and {other}, and which part of it is padding is not known",
             )
-        return _Seen({**here.lengths, name: other}, fixed_shapes, flat.code_constants)
 
     def _sized(self, call: Call, name: str, length: int) -> Call:
         """Return a padded call with other inputs, in which one size is `length`."""
@@ -446,10 +452,28 @@ def _only(one: _Seen, other: _Seen) -> str:
     return ", ".join((Counter(one.constants) - Counter(other.constants)).elements()) or "none"
 
 
-def _followers(here: _Seen, other: _Seen, name: str) -> Iterator[tuple[int, int]]:
-    """Yield (flat output, dimension) of each dimension that follows the size of this name. Raises `CaptureError` for
-    one that is computed from it.
+def _seen_at(name: str, other: int, flat: Any, here: _Seen) -> _Seen:
+    """Return what a capture shows in which the size of this name is `other`. Raises `CaptureError` for other outputs."""
+    shapes = [v.shape if isinstance(v, torch.Tensor) else None for v in flat_values(flat)]
+    fixed_shapes = tuple(tuple(map(int, shape)) if shape is not None else None for shape in shapes)
+    if [s if s is None else len(s) for s in fixed_shapes] != [s if s is None else len(s) for s in here.shapes]:
+        raise _untold(
+            "other outputs come of it at another size",
+            f"{len(here.shapes)} at {here.lengths[name]}, {len(fixed_shapes)} at {other}",
+        )
+    return _Seen({**here.lengths, name: other}, fixed_shapes, flat.code_constants)
+
+
+def _followers(here: _Seen, other: _Seen, name: str) -> list[tuple[int, int]]:
+    """Return (flat output, dimension) of each dimension that follows the size of this name. Raises `CaptureError` for
+    one that is computed from it, and for Python numbers and texts that are.
     """
+    if other.constants != here.constants:
+        raise _untold(
+            f"a Python number or text that forward returns, or keeps, differs with {name}",
+            f"where {name} is {here.lengths[name]} it has {_only(here, other)}, where that is {other.lengths[name]} {_only(other, here)}",
+        )
+    found = []
     for at, (mine, its) in enumerate(zip(here.shapes, other.shapes, strict=True)):
         if (mine is None) != (its is None) or len(mine or ()) != len(its or ()):
             raise _untold(f"output {at} has another form at another size", f"{mine} and {its}")
@@ -462,7 +486,8 @@ def _followers(here: _Seen, other: _Seen, name: str) -> Iterator[tuple[int, int]
                     f"{other.lengths[name]}",
                     "it is computed of the padded size, and which part of it is padding is not known",
                 )
-            yield at, dim
+            found.append((at, dim))
+    return found
 
 
 def _untold(what: str, why: str) -> CaptureError:
