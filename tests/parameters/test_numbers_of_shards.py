@@ -81,8 +81,8 @@ class OfARule(torch.optim.Optimizer):
         self.rule, self.kept = rule, {}
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        RULES[self.rule](self.param_groups[0]["params"], self.kept)
+    def step(own, closure: Any = None) -> None:  # (no language rule says that it is called self)
+        RULES[own.rule](own.param_groups[0]["params"], own.kept)
 
 
 def updated(zero: int | None, rule: str) -> list[torch.Tensor]:

@@ -285,8 +285,10 @@ def by_groups(config: Mapping[str, Any]) -> Callable[[torch.optim.Optimizer], Sc
     """Return the function that makes a configuration's scheduler if it has lists of values, one for each of the
     optimizer's groups, which a plan's schedule has not; None if it has none."""
     section = config.get("scheduler")
-    params = (section.get("params") if isinstance(section, Mapping) else None) or {}
-    kind = next((c for c in _KINDS if isinstance(section, Mapping) and c.__name__ == section.get("type")), None)
+    if not isinstance(section, Mapping):
+        return None
+    params = section.get("params") or {}
+    kind = next((c for c in _KINDS if c.__name__ == section.get("type")), None)
     if kind is None or not any(isinstance(value, (list, tuple)) for value in params.values()):
         return None
     return lambda optimizer: kind(optimizer, **params)

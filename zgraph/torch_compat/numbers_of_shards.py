@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from zgraph.errors import ModelError
+from zgraph.torch_compat.dtensors import local_of
 
 _READ = torch.ops.aten._local_scalar_dense.default
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -58,19 +59,17 @@ def _read(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> An
                 "zgraph.full_weights(model) for weights; or zero=0 in the plan, with which each rank has them whole",
             )
         with torch.no_grad():
-            return operator(tensor.full_tensor())
-    del _table()[_READ]
-    try:
-        return operator(*args, **kwargs)
-    finally:
-        _table()[_READ] = _read
+            tensor = tensor.full_tensor()  # type: ignore[assignment]
+    return operator(local_of(tensor))  # (as torch does)
 
 
 def _in_optimizer_step() -> bool:
     """Return whether what runs was called by the step of an optimizer, which all ranks make together."""
     frame = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_name == "step" and isinstance(frame.f_locals.get("self"), torch.optim.Optimizer):
+        code = frame.f_code
+        owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None  # (whatever it is called)
+        if code.co_name == "step" and isinstance(owner, torch.optim.Optimizer):
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
