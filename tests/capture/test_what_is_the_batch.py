@@ -217,6 +217,38 @@ def test_what_had_another_size_than_the_batch_is_not_cut_where_it_has_the_same()
     assert programs <= 4  # (by place and by name; one of a single anchor)
 
 
+@pytest.mark.parametrize("rows", [8, 16])
+def test_what_has_the_rows_of_a_micro_batch_by_chance_is_not_cut(rows):
+    inputs = torch.randn(8, 4), torch.randn(4, 4)  # (as many anchors as a micro-batch of the first step has rows)
+    plain, model = Nearest(), Nearest()
+    plain(*inputs).backward()
+    for mine, its in zip(train(model, *inputs), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, its.grad)
+    model.zero_grad()
+    plain.zero_grad()
+    inputs = torch.randn(rows, 4), torch.randn(8, 4)
+    plain(*inputs).backward()
+    model.train_step(*inputs)
+    for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, its.grad)
+
+
+def test_what_a_loss_function_gets_whole_is_not_refused_for_its_rows():
+    weights = torch.rand(4)
+    inputs = torch.randn(8, 4), torch.randint(4, (8,))
+
+    def loss_fn(output, labels, weights):
+        return F.cross_entropy(output, labels, weight=weights, reduction="sum") / 8
+
+    plain, model = nn.Linear(4, 4), nn.Linear(4, 4)
+    model.load_state_dict(plain.state_dict())
+    loss_fn(plain(inputs[0]), inputs[1], weights).backward()
+    zgraph.compile(model, zgraph.Plan(backend="eager", micro_batches=2), loss_fn=loss_fn)
+    model.train_step(*inputs, weights)
+    for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(2 * mine.grad, its.grad)  # (the mean of both micro-batches)
+
+
 class Sums(nn.Module):
     """Rows beside as many features."""
 

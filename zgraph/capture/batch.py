@@ -4,7 +4,7 @@ program (`zgraph.passes.analysis.axes`)."""
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,8 @@ _APART = {aten.select.int: (1, 0), aten.unbind.int: (1, 0), aten.split.Tensor: (
 def refuse_other_dimensions(program: Program, inputs: Sequence[tuple[str, torch.Tensor, int]], size: int) -> None:
     """Raise `StepError` for an input that was cut on dimension 0 although the program does not use this dimension as the batch.
 
-    `inputs` are the tensors of a micro-batch of `size` rows, in order: (the user's name, the tensor, its index among the flat inputs).
+    `inputs` are the tensors of a micro-batch of `size` rows that are cut from the batch, in order: (the user's name, the tensor, its
+    index among the flat inputs). One of other rows was given whole.
     """
     nodes = {port.index: node for port, node in program.input_items() if port.role is InputRole.INPUT}
     read = [(name, nodes[index]) for name, x, index in inputs if index in nodes and x.dim() and x.shape[0] == size]
@@ -92,10 +93,14 @@ class LossOperators(TorchDispatchMode):
             self._nodes[id(value)] = node
             self._held.append(value)
 
-    def refuse_other_dimensions(self, output: Any, others: Any, size: int) -> None:
+    def refuse_other_dimensions(
+        self, output: Any, others: Any, size: int, is_part: Callable[[torch.Tensor], bool]
+    ) -> None:
         """Raise `StepError` for a tensor among the loss function's `others` that was cut on dimension 0 although it is no part of the batch:
-        it is never read beside the rows of the `output`."""
-        cut = lambda x: isinstance(x, torch.Tensor) and x.dim() and x.shape[0] == size and id(x) in self._nodes  # noqa: E731
+        it is never read beside the rows of the `output`. What is no part by `is_part` was not cut."""
+        cut = lambda x: (  # noqa: E731
+            isinstance(x, torch.Tensor) and x.dim() and x.shape[0] == size and id(x) in self._nodes and is_part(x)
+        )
         axes = Axes(None, self.graph.nodes)
         operators = [n for n in self.graph.nodes if n.op == "call_function"]
         rows = lambda x: set(axes.shapes(self._nodes[id(x)])[0][0])  # noqa: E731
@@ -246,12 +251,15 @@ def _known(mine: set[int], batch: set[int], axes: Axes, operators: Sequence[fx.N
     return True
 
 
-def tensors_of(call: Any, flat: Sequence[Any]) -> list[tuple[str, torch.Tensor, int]]:
-    """Return (name, tensor, index among the program's flat inputs) for the tensors of a call's arguments, in order."""
+def parts_of(
+    call: Any, flat: Sequence[Any], is_part: Callable[[torch.Tensor], bool]
+) -> list[tuple[str, torch.Tensor, int]]:
+    """Return (name, tensor, index among the program's flat inputs) for the tensors of a micro-batch's arguments that are cut from the
+    batch, in order: what is no part by `is_part` was given whole, and may have as many rows by chance."""
     at = {id(x): i for i, x in enumerate(flat)}
     args, kwargs = call
     tensors = []
     for path, x in [*pytree.tree_leaves_with_path(list(args)), *pytree.tree_leaves_with_path(kwargs)]:
-        if isinstance(x, torch.Tensor) and id(x) in at:
+        if isinstance(x, torch.Tensor) and id(x) in at and is_part(x):
             tensors.append((f"input{pytree.keystr(path)}", x, at[id(x)]))
     return tensors

@@ -41,6 +41,10 @@ class BesideBatch:
                 beside.add(number)
         return beside
 
+    def is_part(self, x: torch.Tensor) -> bool:
+        """Return whether a tensor of a micro-batch of the step under way is cut from the batch, or has no other rows."""
+        return not any(x is whole for whole in self._now.values())
+
     @contextlib.contextmanager
     def step(self, parts: int) -> Iterator[None]:
         """Run the step that has begun, in so many micro-batches: keep what it has shown, or tell with its error what each

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from zgraph.build.step_program import Entry
-from zgraph.capture.batch import LossOperators, refuse_other_dimensions, tensors_of
+from zgraph.capture.batch import LossOperators, parts_of, refuse_other_dimensions
 from zgraph.capture.call_signature import batch_size
 from zgraph.capture.capture import find_loss
 from zgraph.capture.ignored_targets import IGNORED, TARGETS, Ignores, LossesSeen, ignored_of
@@ -28,6 +28,7 @@ from zgraph.capture.replaced_forward import signature_of
 from zgraph.errors import StepError
 from zgraph.plan.elasticity import Elastic
 from zgraph.plan.plan import Plan
+from zgraph.runtime.beside_batch import BesideBatch
 from zgraph.runtime.out_of_memory import explained
 from zgraph.runtime.runtime import Runtime
 
@@ -42,6 +43,13 @@ class HasForward(Protocol):
 
     @property
     def forward_function(self) -> Callable[..., Any]: ...
+
+
+class TakesBatches(HasForward, Protocol):
+    """A compiled module, and what is known of its batches."""
+
+    @property
+    def beside_batch(self) -> BesideBatch: ...
 
 
 def train_step(
@@ -77,7 +85,10 @@ def train_step(
                     loss = loss_of(output, loss_fn, named(runtime, given), rest, others)
                 if operators is not None:
                     operators.refuse_other_dimensions(
-                        output, (named(runtime, given), rest, others), batch_size(*call) or 0
+                        output,
+                        (named(runtime, given), rest, others),
+                        batch_size(*call) or 0,
+                        runtime.beside_batch.is_part,
                     )
                 if not loss.requires_grad:
                     raise _untrained()
@@ -140,14 +151,14 @@ def in_order(model: HasForward, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 # -- in ---------------------------------------------------------------------------------------------------------------
 def cut_batch(
-    runtime: Runtime, args: tuple[Any, ...], kwargs: dict[str, Any], parts: int, *, uneven: bool | None
+    model: TakesBatches, args: tuple[Any, ...], kwargs: dict[str, Any], parts: int, *, uneven: bool | None
 ) -> list[Call]:
     """Return the calls of a step's micro-batches as `split_batch` does. A tensor that had another size than the batch in
     an earlier step is passed to each.
     """
     if parts == 1:
         return [(args, kwargs)]
-    beside = runtime.beside_batch.of(runtime.forward_function, args, kwargs)
+    beside = model.beside_batch.of(model.forward_function, args, kwargs)
     return split_batch(args, kwargs, parts, uneven=uneven, beside=beside)
 
 
@@ -202,7 +213,7 @@ def _check_batch(runtime: Runtime, entry: Entry, call: Call) -> None:
     size = batch_size(*call)
     if size is not None:
         flat = entry.trace.flat.flatten(runtime.module, *call)
-        refuse_other_dimensions(entry.program().captured, tensors_of(call, flat), size)
+        refuse_other_dimensions(entry.program().captured, parts_of(call, flat, runtime.beside_batch.is_part), size)
     entry.batch_known = True
 
 

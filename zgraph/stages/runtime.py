@@ -78,6 +78,7 @@ class PipelineRuntime(Runtime):
         self.partition = cut.partition
         self.groups |= cut.line.groups()
         self.origin = cut.origin
+        self.beside_batch = cut.origin.beside_batch
         self.first: Capture | None = None  # the capture that the model was cut by, until it is used
         self.buffers = Buffers()
         self._updates_met = 0

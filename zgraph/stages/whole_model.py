@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zgraph.capture.batch import refuse_other_dimensions, tensors_of
+from zgraph.capture.batch import parts_of, refuse_other_dimensions
 from zgraph.capture.call_signature import batch_size, signature
 from zgraph.capture.capture import Trace, trace
 from zgraph.capture.ignored_targets import LossesSeen
@@ -20,7 +20,8 @@ from zgraph.parameters.layout import with_requires_grad
 from zgraph.plan.plan import Plan
 from zgraph.program.program import STAGE_DIM, ParamSpec
 from zgraph.ranks.agreement import Agreement
-from zgraph.runtime.train_step import for_forward, loss_of, named, split_batch
+from zgraph.runtime.beside_batch import BesideBatch
+from zgraph.runtime.train_step import cut_batch, for_forward, loss_of, named
 from zgraph.stages.stage_programs import (
     Capture,
     joint_of,
@@ -45,6 +46,7 @@ class WholeModel:
     everyone: Agreement  # the ranks of all stages
     seed: int  # for initialising parameters
     loss_fn: Callable[..., Any] | None  # the user's loss of the output; None if the model returns its loss
+    beside_batch: BesideBatch = field(default_factory=BesideBatch)  # the inputs that are no part of the batch
 
     @property
     def staged(self) -> bool:
@@ -57,7 +59,7 @@ class WholeModel:
         """
         size, parts = batch_size(args, kwargs), self.plan.micro_batches
         parts = 1 if not trains and size is not None and size % parts else parts
-        first, rest, others = for_forward(self, *split_batch(args, kwargs, parts, uneven=None)[0])
+        first, rest, others = for_forward(self, *cut_batch(self, args, kwargs, parts, uneven=None)[0])
         return self.captured("train0", *first, rest=rest, others=others, by_loss=trains)
 
     def captured(
@@ -102,7 +104,7 @@ class WholeModel:
         size = batch_size(args, kwargs)
         if self.staged and self.plan.micro_batches > 1 and size is not None:
             flat = traced.flat.flatten(self.module, args, kwargs)
-            refuse_other_dimensions(joint, tensors_of((args, kwargs), flat), size)
+            refuse_other_dimensions(joint, parts_of((args, kwargs), flat, self.beside_batch.is_part), size)
         return Capture(
             signature(self.module, args, kwargs),
             traced,
