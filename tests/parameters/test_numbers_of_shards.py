@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import zgraph
 from zgraph.errors import ModelError
-from zgraph.torch_compat import numbers_of_shards
+from zgraph.torch_compat import operators_of_shards
+from zgraph.torch_compat.numbers_of_shards import NUMBERS
 
 X = torch.arange(24.0).reshape(4, 6) / 10
 
@@ -146,10 +147,10 @@ def beside_another_mesh() -> None:
     gc.collect()
     assert theirs.sum().item() == own
     made = zgraph.compile(model(), zgraph.Plan(backend="eager", zero=3))
-    assert numbers_of_shards._meshes and theirs.sum().item() == own
+    assert operators_of_shards._meshes and theirs.sum().item() == own
     del made
     gc.collect()
-    assert not numbers_of_shards._meshes and numbers_of_shards._READ not in numbers_of_shards._table()
+    assert not operators_of_shards._meshes and not NUMBERS.keys() & operators_of_shards.table().keys()
     assert theirs.sum().item() == own
 
 

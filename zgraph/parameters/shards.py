@@ -27,7 +27,9 @@ from zgraph.program.program import DATA_DIMS, ParamSpec
 from zgraph.torch_compat import dtensors
 from zgraph.torch_compat.dtensors import local_of
 from zgraph.torch_compat.modules import Registered, registered
-from zgraph.torch_compat.numbers_of_shards import watch_numbers
+from zgraph.torch_compat.noise_of_shards import NOISE
+from zgraph.torch_compat.numbers_of_shards import NUMBERS
+from zgraph.torch_compat.operators_of_shards import treat_operators
 from zgraph.torch_compat.tensor_hooks import has_hooks
 
 if TYPE_CHECKING:
@@ -75,7 +77,7 @@ class Shards:
     def __post_init__(self) -> None:
         if self.mesh is not None:
             watch_optimizers(self)
-            watch_numbers(self, self.mesh)
+            treat_operators(self, self.mesh, {**NUMBERS, **NOISE})
 
     def params(self) -> dict[str, nn.Parameter]:
         """Return the module's parameters by name, as they were last looked up."""

@@ -1,55 +1,30 @@
 """Numbers that are read of tensors which are divided over ranks (`item()`, `float(…)`, `if tensor:`).
 
 torch reads the number of a rank's own part, without a word: a norm of a gradient would be another one on each rank, and the
-whole one on none. What torch offers is a table of the operators that DTensors treat otherwise. An entry is in it only while a
-compiled model lives, and for tensors on meshes of such models alone.
+whole one on none.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from zgraph.errors import ModelError
 from zgraph.torch_compat.dtensors import local_of
+from zgraph.torch_compat.operators_of_shards import Treatment, is_divided, is_of_a_model
 
-_READ = torch.ops.aten._local_scalar_dense.default
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_meshes: list[DeviceMesh] = []
-"""The mesh of each model that is watched."""
-
-
-def watch_numbers(owner: Any, mesh: DeviceMesh) -> None:
-    """While `owner` lives, give an optimizer's step the number of a whole tensor on this mesh, and refuse to read one elsewhere."""
-    _meshes.append(mesh)
-    _table()[_READ] = _read
-    weakref.finalize(owner, _unwatch, mesh).atexit = False
-
-
-def _unwatch(mesh: DeviceMesh) -> None:
-    del _meshes[next(at for at, other in enumerate(_meshes) if other is mesh)]
-    if not _meshes:
-        _table().pop(_READ, None)
-
-
-def _table() -> dict[Any, Any]:
-    table: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers  # type: ignore[attr-defined]
-    return table
 
 
 def _read(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Read the number of a DTensor of one element."""
     tensor: DTensor = args[0]
-    mesh = tensor.device_mesh
-    divided = any(not p.is_replicate() and mesh.size(d) > 1 for d, p in enumerate(tensor.placements))
-    if divided and mesh in _meshes:
+    if is_divided(tensor) and is_of_a_model(tensor):
         if not _in_optimizer_step():
             raise ModelError(
                 "a number is read of a tensor that is divided over the ranks",
@@ -61,6 +36,10 @@ def _read(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> An
         with torch.no_grad():
             tensor = tensor.full_tensor()  # type: ignore[assignment]
     return operator(local_of(tensor))  # (as torch does)
+
+
+NUMBERS: dict[Any, Treatment] = {torch.ops.aten._local_scalar_dense.default: _read}
+"""An optimizer's step reads the number of a whole tensor, and none is read elsewhere."""
 
 
 def _in_optimizer_step() -> bool:

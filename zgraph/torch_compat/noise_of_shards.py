@@ -1,0 +1,76 @@
+"""Random numbers for tensors that are divided over ranks (`torch.randn_like(weight)`, `grad.normal_()`, dropout of a weight).
+
+torch draws those of a rank's own part by the rank's generator: on a CPU ranks with one seed get the same numbers, each for another
+part, and on a GPU the state of the first rank's generator becomes that of all, and ranks draw by offsets that no whole tensor has.
+Here a rank draws for the whole tensor, and keeps its part: ranks with one seed have the numbers of plain PyTorch, and
+their generators stay alike. Nothing is communicated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils._pytree import tree_map_only
+
+from zgraph.torch_compat.dtensors import dtensor, layout
+from zgraph.torch_compat.operators_of_shards import Treatment, is_of_a_model
+
+aten = torch.ops.aten
+_IN_PLACE = (
+    aten.normal_.default,
+    aten.uniform_.default,
+    aten.bernoulli_.float,
+    aten.exponential_.default,
+    aten.geometric_.default,
+    aten.log_normal_.default,
+)
+_LIKE = (aten.randn_like.default, aten.rand_like.default, aten.randint_like.default, aten.randint_like.low_dtype)
+_OF_VALUES = (aten.bernoulli.default, aten.native_dropout.default)
+
+
+def _draw(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Draw for a DTensor."""
+    given: DTensor = args[0]
+    mesh, local = given.device_mesh, given._local_tensor
+    if local.is_meta or not is_of_a_model(given) or any(type(p) not in (Shard, Replicate) for p in given.placements):
+        return _as_torch_does(operator, args, kwargs)
+    whole = torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device=local.device)
+    if operator in _OF_VALUES:
+        _part_of(whole.fill_(1), given).copy_(local)  # (each number decides about the value in its own place)
+    drawn = operator(whole, *args[1:], **kwargs)
+    if operator in _IN_PLACE:
+        local.copy_(_part_of(drawn, given))
+        return given
+
+    def divided(value: torch.Tensor) -> DTensor:
+        where = layout(mesh, given.placements, value.shape, value.stride(), value.dtype)
+        return dtensor(_part_of(value, given).clone(), where)
+
+    return tree_map_only(torch.Tensor, divided, drawn)
+
+
+def _part_of(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
+    """Return a view of what this rank holds of a whole tensor."""
+    mesh = like.device_mesh
+    for at, placement in enumerate(like.placements):
+        if isinstance(placement, Shard):
+            size, rank = whole.shape[placement.dim], mesh.get_local_rank(at)
+            most = -(-size // mesh.size(at))
+            start = min(most * rank, size)
+            whole = whole.narrow(placement.dim, start, min(most, size - start))
+    return whole
+
+
+def _as_torch_does(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    dispatcher = DTensor._op_dispatcher  # type: ignore[attr-defined]
+    call = dispatcher.unwrap_to_op_info(operator, args, kwargs)
+    dispatcher.sharding_propagator.propagate(call)
+    drawn = dispatcher._dispatch_get_local_results_slow_path(operator, args, call)
+    return args[0] if operator in _IN_PLACE else dispatcher.wrap(drawn, call.output_sharding.output_spec)
+
+
+NOISE: dict[Any, Treatment] = dict.fromkeys((*_IN_PLACE, *_LIKE, *_OF_VALUES), _draw)
+"""A rank draws for a whole tensor, and keeps its part."""
