@@ -124,6 +124,7 @@ def weights_on(ranks: list[int] | None) -> list[int]:
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_ranks_that_need_none_of_the_weights_are_sent_none(two: Ranks):
     everything, same = two.run(weights_on, None)
     assert everything == same and min(everything) > 10

@@ -126,6 +126,7 @@ def same(found, expected):
     ids=["waiting gradients", "plain", "kept weights", "targets", "tensor parallel"],
     quick={4},
 )
+@pytest.mark.slow
 def test_ranks_make_nothing_of_what_one_process_has_compiled(fresh, alone, folder, plan):
     plan = zgraph.Plan(**{**PLAN, **plan})
     found = alone(str(folder), plan, 2)
@@ -176,6 +177,7 @@ def test_the_command_says_what_it_has_done(folder, tmp_path):
     assert again["ok"] and again["ranks"] == [{"rank": 0, "programs": ["train0"], "written": {}, "found": {"step": 1}}]
 
 
+@pytest.mark.slow
 def test_one_process_needs_no_group(folder):
     plan = zgraph.Plan(**{**PLAN, "zero": 0, "mesh": {"dp": 1}})
     assert precompile(factory, plan, 1).ranks[0].written == {"step": 1}
@@ -260,6 +262,7 @@ def test_ranks_that_see_a_gpu_are_refused(folder, monkeypatch):
         precompile(factory, zgraph.Plan(backend="eager"), 2)
 
 
+@pytest.mark.slow
 def test_without_hardware_nobody_claims_to_know_what_ranks_will_measure(folder, monkeypatch):
     monkeypatch.delenv("ZGRAPH_HARDWARE")
     with pytest.raises(PlanError, match="nobody knows yet what 2 ranks will schedule by") as error:

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from sweeps import sweep
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -72,7 +73,7 @@ def selections(model: nn.Module) -> int:
     return len(step.captured.graph.find_nodes(op="call_function", target=MASKED_ROWS))
 
 
-@pytest.mark.parametrize("shapes", ["auto", "static", "dynamic"])
+@sweep("shapes", ["static", "dynamic", "auto"], quick=1)
 def test_rows_that_are_added_to_are_as_many(shapes):
     mine, plain = pair(shapes=shapes)
     for rows, length, images in ((2, 7, 2), (3, 9, 2), (4, 5, 3), (2, 11, 4)):
@@ -89,6 +90,7 @@ def test_a_mask_may_index_another_dimension():
         assert same(mine, plain, given)
 
 
+@pytest.mark.slow
 def test_a_mask_that_selects_another_number_of_rows_is_refused_as_in_plain_pytorch():
     mine, plain = pair()
     assert same(mine, plain, batch(2, 7))

@@ -722,6 +722,7 @@ def test_the_last_good_one_is_loaded_when_asked_for(tmp_path, caplog):
     assert same(kept, everything(other)) == [] and "bad" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_read_that_fails_in_the_end_leaves_no_model_that_seems_whole(tmp_path, monkeypatch):
     model = trained()
     model.save_checkpoint(tmp_path)

@@ -405,6 +405,7 @@ def test_zgraph_goes_on_from_a_universal_checkpoint(two, deepspeeds, made_by_dee
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_all_stages_hold_the_same(made_by_deepspeed):
     found = [open_checkpoint(made_by_deepspeed(stage)[0]) for stage in range(4)]
     first, *others = ({n: s.whole(n) for n in s.tensors} for s in found)

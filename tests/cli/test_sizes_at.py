@@ -60,6 +60,7 @@ def test_the_peak_is_that_at_the_largest_sizes(run):
     assert largest == asked > 4 * typical
 
 
+@pytest.mark.slow
 def test_reports_and_timelines_of_symbolic_programs(run, tmp_path):
     run("report", "-o", "all.html")
     run("report", "-o", "one.html", "--at", "rows=7")

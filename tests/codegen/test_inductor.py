@@ -511,6 +511,7 @@ class UsesOwnOperator(nn.Module):
         return (y.transpose(0, 1) * self.inner(x)).sum()
 
 
+@pytest.mark.slow
 def test_an_operator_of_ones_own_takes_all_lengths_in_one_program() -> None:
     """Inductor keeps to the layouts that a custom operator's inputs had at capture, whose sizes have other names since."""
     torch.manual_seed(0)

@@ -49,6 +49,7 @@ def test_a_layer_of_llama_moves_little_more_than_it_must_on_sm_90() -> None:
     assert max(map(float, backward[8:10])) <= 1.3
 
 
+@pytest.mark.slow
 def test_the_page_of_results_is_what_is_generated_for_a_llama_layer() -> None:
     pytest.importorskip("transformers")
     the_page_has(kernels.rows({"llama": kernels.measure("llama", "cpu")}))

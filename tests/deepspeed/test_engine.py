@@ -994,6 +994,7 @@ def on_ranks(order):
     return found
 
 
+@pytest.mark.slow
 def test_stages_one_after_another_are_plain_pytorchs_steps(two):
     for found in two.run(on_ranks, [(2, 1), (3, 2), (0, 1), (3, 1), (1, 2)]):
         assert max(found) < 2e-6

@@ -843,7 +843,7 @@ def resumed(divided, folder):
     return one, two
 
 
-@pytest.mark.parametrize("divided", [False, True])
+@sweep("divided", [False, True], quick=1)
 def test_a_checkpoint_is_loaded_before_a_models_first_call(two, tmp_path, divided):
     for one, other in two.run(resumed, divided, str(tmp_path)):
         assert one == other

@@ -339,6 +339,7 @@ def test_a_model_on_the_meta_device_is_forecast():
 
 
 # -- text and command line ------------------------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_the_command_prints_formulas_and_figures(monkeypatch):
     from pathlib import Path
 

@@ -248,7 +248,7 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@sweep("among, plant", [(among, plant) for among in ("all", "one") for plant in PLANTED], quick=(6, 9, 11))
+@sweep("among, plant", [(among, plant) for among in ("all", "one") for plant in PLANTED], quick=(9, 11))
 def test_a_planted_fault_is_found(
     among: str, plant: Any, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:

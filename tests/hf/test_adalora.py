@@ -66,7 +66,7 @@ WHO = [("the plan's optimizer", True), ("one's own", True), ("one's own", False)
 
 
 @pytest.mark.gloo
-@sweep("zero,who,before", [(zero, *case) for zero in (3, 0) for case in WHO], quick=[0, 2])
+@sweep("zero,who,before", [(zero, *case) for zero in (3, 0) for case in WHO], quick=[2])
 def test_ranks_are_measured_and_masked_as_in_plain_pytorch(two: Ranks, tmp_path: Path, zero, who, before):
     plan = {"zero": zero} if who == "one's own" else {"zero": zero, "optimizer": zgraph.AdamW(lr=1e-2)}
     losses, left, saved = trained(None, str(tmp_path / "plain"), before)
@@ -110,6 +110,7 @@ def of_a_part() -> Any:
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_an_adapted_model_may_be_a_part_of_the_compiled_one(two: Ranks):
     plain = Outer()
     for step in range(STEPS):

@@ -224,6 +224,7 @@ def test_an_adapter_that_the_optimizer_has_not_is_refused_in_training(tmp_path: 
 
 
 @pytest.mark.parametrize("enabled_before", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_an_adapter_trains_with_layers_that_are_computed_again(tmp_path: Path, enabled_before: bool):
     """(The embeddings are frozen, and transformers lets their output require gradients, TRL when its trainer is made.)"""
     found = []

@@ -147,6 +147,7 @@ def test_what_needs_an_optimizer_goes_into_a_dict_or_a_file(tmp_path):
     refused(trainer(tmp_path), zgraph.Plan(**more), PlanError, "no optimizer", "into a dict or a file")
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_finite_is_skipped_as_the_plan_says(tmp_path):
     class Spoiled(transformers.Trainer):
         """Has a loss that is NaN in its second step."""

@@ -126,6 +126,7 @@ def test_the_scheduler_of_a_deepspeed_file_sets_the_rates(kind, params, tmp_path
     assert rates(again) == pytest.approx(expected) and same(history(again), history(made))
 
 
+@pytest.mark.slow
 def test_a_scheduler_that_says_other_than_the_arguments_is_refused_when_steps_are_known(tmp_path):
     given = {**DEEPSPEED, "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3}}}
     made = trainer(arguments(tmp_path, deepspeed=given, warmup_steps=2))
@@ -163,6 +164,7 @@ def test_a_subclass_is_attached_once_its_constructor_is_through(tmp_path):
     assert isinstance(made, Mine) and made.model.zgraph.plan.optimizer.weight_decay == 0.25
 
 
+@pytest.mark.slow
 def test_arguments_with_a_plan_do_not_train_without_it(tmp_path):
     args = arguments(tmp_path, plan={"backend": "eager"})
     with pytest.raises(PlanError, match="would train without it"):

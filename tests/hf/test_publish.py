@@ -236,6 +236,7 @@ def test_a_tied_weight_is_in_the_file_once_and_tied_again(tmp_path):
     assert loaded.lm_head.weight is loaded.shared.weight is loaded.encoder.embed_tokens.weight
 
 
+@pytest.mark.slow
 def test_a_plain_module_has_the_tensors_of_its_state_dict_and_no_config(tmp_path):
     state, _, _ = published("mixed", str(tmp_path), {}, {})
     assert_equal(files_of(tmp_path), mixed_state(state))

@@ -90,6 +90,7 @@ def synced(folder: str, plan: dict[str, Any] | None) -> tuple[torch.Tensor, bool
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_a_reference_model_follows_the_trained_one(two: Ranks, tmp_path: Path):
     expected, _ = synced(str(tmp_path / "plain"), None)
     for weight, moved in two.run(synced, str(tmp_path / "mine"), {"zero": 3}):

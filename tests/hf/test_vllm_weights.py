@@ -110,6 +110,7 @@ def test_ranks_send_whole_merged_weights(two: Ranks, tmp_path, zero, adapter, mo
 
 
 @pytest.mark.parametrize("adapter", [pytest.param(None, marks=pytest.mark.slow), "lora"])
+@pytest.mark.slow
 def test_one_process_sends_them_as_well(tmp_path, adapter):
     assert sent(str(tmp_path), 3, adapter, "server") == NAMES
 

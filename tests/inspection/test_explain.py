@@ -37,6 +37,7 @@ WEIGHT = "model.layers.0.mlp.up_proj.weight"
 OF_STACK = "layers.0.1.weight"
 
 
+@pytest.mark.slow
 def test_a_parameter_is_explained_from_its_shard_to_its_update(found):
     said = text(found, WEIGHT)
     order = ["is sharded on dimension 0 over 4 ranks", "gathers it for the forward", "gathers it for the backward"]

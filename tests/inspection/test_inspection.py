@@ -419,8 +419,8 @@ def test_a_drawing_has_every_node_once(inspected):
     assert text.count("{") == text.count("}")
 
 
-@pytest.mark.parametrize(
-    "make", [lambda: models.build("uneven_mlp"), lambda: models.shallow("gpt2")], ids=["uneven_mlp", "gpt2"]
+@sweep(
+    "make", [lambda: models.build("uneven_mlp"), lambda: models.shallow("gpt2")], ids=["uneven_mlp", "gpt2"], quick=(0,)
 )
 def test_a_program_as_python_runs(make, tmp_path):
     """A program for one rank, of real numbers: the file's forward gives what the program gives."""

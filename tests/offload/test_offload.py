@@ -83,6 +83,7 @@ def kept(name):
     quick=1,
     indirect=["place"],
 )
+@pytest.mark.slow
 def test_loss_and_gradients_are_bit_for_bit_those_of_keeping_all_on_the_device(name, place):
     away = gradients(models.build(name), offload=offloaded(place, "activations", "parameters"))
     assert models.equal(kept(name), away) and in_flight() == 0
@@ -150,6 +151,7 @@ def test_a_ratio_keeps_a_share_of_the_states_on_the_device(ratio):
 
 
 @sweep("fields", [{"micro_batches": 2}, {"memory_budget": "64MiB"}, {"recompute": "full"}], quick=1, ids=str)
+@pytest.mark.slow
 def test_it_goes_with_micro_batches_budgets_and_recomputation(fields, place):
     case = lambda: models.stack(3, dim=16)  # noqa: E731
     _, plain = trained(case=case(), **fields)
@@ -194,6 +196,7 @@ def test_evaluation_fetches_weights_and_leaves_nothing_behind(place):
     )
 
 
+@pytest.mark.slow
 def test_parameters_that_the_user_replaces_and_copies_of_the_model_lie_there_too(tmp_path):
     model, _ = trained("even_mlp", offload=offloaded(f"nvme:{tmp_path}"))
     store = model.zgraph.runtime.tiers.of("parameters").store

@@ -77,6 +77,7 @@ def test_four_ranks_of_one_dimension_have_what_was_cut(four: Ranks):
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_ranks_that_need_whole_tensors_have_them_and_others_nothing(two: Ranks, four: Ranks):
     assert two.run(cut_in_all_ways, (2,), DTYPES[:1], ((0,), (1,))) == [True] * 2
     assert four.run(cut_in_all_ways, (2, 2), DTYPES[:1], ((0,), (1, 2), (0, 1), (3, 1, 2))) == [True] * 4

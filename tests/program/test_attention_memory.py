@@ -76,7 +76,7 @@ def taken_and_said(name: str, kind: str, dtype: torch.dtype) -> list[tuple[int, 
     return pairs
 
 
-@sweep("name, kind, dtype", list(itertools.product(LAYOUTS, KINDS, DTYPES)), quick=8)
+@sweep("name, kind, dtype", list(itertools.product(LAYOUTS, KINDS, DTYPES)), quick=4)
 def test_it_takes_what_is_said(name, kind, dtype, process):
     (pairs,) = process.run(taken_and_said, name, kind, dtype)
     for taken, said in pairs:

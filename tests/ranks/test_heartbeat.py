@@ -310,7 +310,7 @@ def run(world: int, function, *args):
 @sweep(
     "how, text",
     [("kill", "is gone: no heartbeat"), ("stop", "is stopped, by SIGSTOP"), ("loop", "is alive, and has not arrived")],
-    quick=2,
+    quick=1,
 )
 def test_the_others_name_the_rank_and_where_it_is(world, how, text):
     outcomes = run(world, train, "eager", how, {})
@@ -357,11 +357,13 @@ def test_a_rank_that_waits_says_for_whom_before_it_gives_up():
 
 @pytest.mark.gloo
 @sweep("who", [0, STUCK], quick=1)
+@pytest.mark.slow
 def test_what_a_rank_does_alone_is_not_counted(who):
     check(run(3, train_a_model_of_its_own_besides, who), 3, "is alive, and has not arrived")
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_only_ranks_of_the_group_that_is_waited_in_are_judged():
     with Ranks(3, timeout=60) as ranks:
         outcomes = ranks.attempt(train_in_two_groups, limit=100, lost=(STUCK,))

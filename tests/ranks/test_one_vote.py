@@ -95,7 +95,7 @@ COUNTS = [
 ]
 
 
-@sweep("how, expected", COUNTS, ids=["-".join(map(str, how)) for how, _ in COUNTS], quick=(0, 3))
+@sweep("how, expected", COUNTS, ids=["-".join(map(str, how)) for how, _ in COUNTS], quick=(0,))
 def test_a_step_has_one_vote(two, how, expected):
     assert two.run(votes_of_a_step, *how) == [expected, expected]
 

@@ -272,7 +272,7 @@ def test_nothing_is_timed_in_three_steps_nor_where_nothing_is_transferred(monkey
         assert told == ["schedule: it stays as it is: sizes differ from call to call"]
 
 
-@pytest.mark.parametrize("how", ["plan", "variable", "off"])
+@sweep("how", ["plan", "variable", "off"], quick=1)
 def test_named_hardware_is_believed(how, monkeypatch):
     monkeypatch.setattr(adapted_schedule, "median_step", None)
     options = {"plan": {"hardware": "cpu"}, "variable": {}, "off": {"adapt": "off"}}[how]

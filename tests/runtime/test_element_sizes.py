@@ -137,7 +137,7 @@ def test_frames_are_constants_and_the_rest_is_free(caplog):
 
 
 @sweep(
-    "shapes, dynamic, programs", [("dynamic", None, 1), ("static", None, 3), ("auto", {"grid": "value"}, 3)], quick=2
+    "shapes, dynamic, programs", [("dynamic", None, 1), ("static", None, 3), ("auto", {"grid": "value"}, 3)], quick=1
 )
 def test_what_the_plan_says_of_sizes_is_done(shapes, dynamic, programs):
     mine, plain = pair(shapes=shapes, dynamic=dynamic)
@@ -173,6 +173,7 @@ class Resamples(nn.Module):
         )
 
 
+@pytest.mark.slow
 def test_cells_that_repeat_what_is_known_of_their_image_have_one_program():
     mine, plain = pair(Resamples)
     for one in ([(1, 4, 6), (1, 8, 10)], [(1, 6, 4), (1, 12, 8)], [(1, 8, 8), (1, 4, 4)], [(1, 20, 6), (1, 6, 14)]):
@@ -204,6 +205,7 @@ def test_what_can_not_be_a_size_is_a_constant_as_before():
     assert len(mine.zgraph.programs) <= 3
 
 
+@pytest.mark.slow
 def test_elements_that_can_not_be_sizes_take_one_capture_more(monkeypatch, caplog):
     captures = []
 
@@ -240,6 +242,7 @@ class WritesThroughAView(Images):
 
 
 @pytest.mark.parametrize("model", [Writes, pytest.param(WritesThroughAView, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_what_is_written_to_is_known_no_more(model):
     mine, plain = pair(model)
     for one in ([(1, 4, 6)], [(1, 8, 6)], [(1, 6, 6)]):
@@ -323,8 +326,11 @@ class DecidesAndReads(Decides):
         return super().forward(cells, grid) * grid[0, 2]
 
 
-@pytest.mark.parametrize("model", [Decides, DecidesAndReads])
-@pytest.mark.parametrize("shapes", ["auto", "dynamic"])
+@sweep(
+    "model, shapes",
+    [(Decides, "auto"), (Decides, "dynamic"), (DecidesAndReads, "auto"), (DecidesAndReads, "dynamic")],
+    quick=1,
+)
 def test_each_side_of_a_decision_is_checked(model, shapes):
     mine, plain = pair(model, shapes=shapes)
     cells = torch.randn(5, 6)
@@ -367,7 +373,7 @@ class Wraps(nn.Module):
         return self.mix(part).sin().mean() * (area / 1e6)
 
 
-@pytest.mark.parametrize("dtype", [torch.int16, torch.int8])
+@sweep("dtype", [torch.int16, torch.int8], quick=1)
 def test_of_small_dtypes_nothing_is_known(dtype):
     mine, plain = pair(Lists)
     for counts in ([3, 5], [4, 2], [6, 7]):

@@ -41,6 +41,7 @@ def test_the_most_frequent_images_are_found():
     assert list(mine.zgraph.programs) == ["train0", "train0.grid_0_1_by_2_2_grid_0_2_by_2_5"]
 
 
+@pytest.mark.slow
 def test_programs_at_a_point_have_the_products_of_its_elements():
     mine, plain = pair()
     assert same(mine, plain, call((1, 4, 6)))
@@ -70,6 +71,7 @@ class Tabled(Images):
         return super().forward(cells + torch.cat(places), grid)
 
 
+@pytest.mark.slow
 def test_a_budget_holds_for_the_largest_images():
     mine, plain = pair(Tabled, memory_budget="1MiB")
     for one in ([(1, 4, 6)], [(1, 8, 4)], [(1, 16, 12)], [(1, 6, 10)]):
@@ -106,6 +108,7 @@ def test_verify_takes_elements_beside_a_budget():
     assert zgraph.verify(Tabled(), plan, 1, call((1, 4, 6)), compiled=True).ok
 
 
+@pytest.mark.slow
 def test_what_is_looked_at_without_a_run_finds_elements():
     program = captured_program(Images(), zgraph.Plan(backend="eager"), call((1, 4, 6), (1, 8, 10)), 1)
     assert program.sizes.needed == ("grid_0_1_by_2", "grid_0_2_by_2", "grid_1_1_by_2", "grid_1_2_by_2")

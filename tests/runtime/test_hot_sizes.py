@@ -59,6 +59,7 @@ def test_a_name_that_no_size_can_have_is_refused(named, said):
     pair(Placed, shapes={"hot": [{"batch": 3, "labels_1": 12}]})
 
 
+@pytest.mark.slow
 def test_a_name_that_no_program_has_is_told_once(caplog):
     mine, plain = pair(Placed, shapes={"hot": [{"batch": 3, "seq": 12, "labels_1": 12}, {"batch": 3, "seq": 12}]})
     for rows, length in ((3, 12), (2, 7), (1, 9), (3, 12)):

@@ -714,6 +714,7 @@ class Hidden(nn.Module):
 
 
 @sweep("backend", [pytest.param("inductor", marks=pytest.mark.inductor), "eager"], quick=1)
+@pytest.mark.slow
 def test_gradients_of_outputs_may_lie_in_any_way(backend):
     mine, plain = pair(Hidden, backend=backend, shapes="dynamic")
     for length in (4, 7, 12):
@@ -876,7 +877,7 @@ def _in_mode(model: nn.Module, x: torch.Tensor, step: int) -> None:
         (_in_mode, "attributes of the model differ from call to call (no longer so: "),
     ],
     ids=["a text", "by place", "an object", "a size", "an attribute"],
-    quick=3,
+    quick=2,
 )  # fmt: skip
 def test_what_makes_program_after_program_is_told_with_the_way_out(call, said, caplog):
     mine, _ = pair(Told, shapes="static", max_programs=5)

@@ -182,6 +182,7 @@ def test_ranks_whose_first_calls_differ_need_one_program(two):
 
 
 @sweep("model", [Attention, Sentences], quick=1)
+@pytest.mark.slow
 def test_a_single_row_or_word_beside_several(two, model):
     for worst, programs in two.run(gradients, 3, "eager", UNEVEN, model):
         assert worst < 2e-6
@@ -336,6 +337,7 @@ def cut_to_the_longest_row() -> float:
     return float((model(**{name: x.contiguous() for name, x in cut.items()}) - plain(**cut)).abs())
 
 
+@pytest.mark.slow
 def test_inputs_that_are_not_contiguous_are_told_where_ranks_have_other_sizes_of_them(two):
     assert max(two.run(cut_to_the_longest_row)) < 1e-6
 
@@ -359,7 +361,7 @@ def beyond_what_is_declared(steps: bool) -> tuple[str, float]:
     return type(found.value).__name__, abs(float(loss) - ours)
 
 
-@pytest.mark.parametrize("steps", [False, True], ids=["a call", "a step"])
+@sweep("steps", [False, True], ids=["a call", "a step"], quick=1)
 def test_a_size_beyond_the_declared_maximum_on_one_rank_is_told_on_all(two, steps):
     (first, apart), (second, other) = two.run(beyond_what_is_declared, steps)
     assert (first, second) == ("RankMismatchError", "SignatureError")
@@ -390,6 +392,7 @@ def branches() -> list[str]:
     return made
 
 
+@pytest.mark.slow
 def test_ranks_on_two_sides_of_a_branch_that_use_other_layers_are_refused(two):
     assert two.run(branches) == [["train0", "train1"]] * 2
 

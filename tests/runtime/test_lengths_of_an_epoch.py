@@ -122,6 +122,7 @@ def epoch(zero: int, backend: str) -> tuple[float, float, list[str]]:
     [(3, "eager"), (0, "eager"), (1, "eager"), (2, "eager"), pytest.param(3, "inductor", marks=pytest.mark.inductor)],
     quick=(0,),
 )
+@pytest.mark.slow
 def test_an_epoch_with_a_single_row_on_one_rank_and_evaluations_between(two, zero, backend):
     tolerance = 2e-6 if backend == "eager" else 5e-6
     found = two.run(epoch, zero, backend)

@@ -200,6 +200,7 @@ class Plain(Reader):
         return super().forward(words, mask)["logits"]
 
 
+@pytest.mark.slow
 def test_a_loss_of_ones_own_gets_what_is_not_padded():
     torch.manual_seed(0)
     plain = Plain()
@@ -474,6 +475,7 @@ def other_sizes_in_a_group(lengths: tuple[int, int]) -> tuple[float, int]:
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_ranks_of_one_group_have_equal_sizes_though_one_bucket_holds_them(two):
     for worst, programs in two.run(other_sizes_in_a_group, (5, 5)):
         assert worst < 2e-6 and programs == 1
@@ -527,6 +529,7 @@ def in_stages(mesh: dict[str, int], micro: int) -> tuple[float, list[tuple[int, 
 
 @pytest.mark.gloo
 @sweep("mesh, micro", [({"pp": 2, "dp": 2}, 2), ({"pp": 2}, 2), ({"pp": 2}, 1)], quick={1}, ids=str)
+@pytest.mark.slow
 def test_stages_of_a_pipeline_pad_to_one_bucket(two, four, mesh, micro):
     found = (four if "dp" in mesh else two).run(in_stages, mesh, micro)
     assert all(worst < 1e-6 for worst, _, _ in found)

@@ -80,6 +80,7 @@ def with_and_without(change, fields):
 
 @sweep("change", list(CHANGES), quick=1)
 @sweep("zero", [1, 3], quick=1)
+@pytest.mark.slow
 def test_numbers_are_those_without_it_bit_for_bit_whatever_happens_between(two, change, zero):
     for equal, _ in two.run(with_and_without, change, {"zero": zero}):
         assert equal

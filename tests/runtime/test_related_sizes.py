@@ -43,6 +43,7 @@ def test_a_length_that_is_the_sum_of_two_others_is_a_size():
     assert len(mine.zgraph.programs) == 2
 
 
+@pytest.mark.slow
 def test_declared_sizes_with_typical_ones_that_do_not_go_together():
     sizes = {
         "prompt": {0: "rows", 1: zgraph.Size("before", typical=8)},
@@ -99,6 +100,7 @@ def test_lengths_that_are_padded_to_a_multiple_within_the_model():
     assert len(mine.zgraph.programs) == 2
 
 
+@pytest.mark.slow
 def test_a_capture_that_fails_is_not_repeated_without_numbers_that_there_are_none_of(monkeypatch):
     captures = []
     captured = dynamo.capture_flat

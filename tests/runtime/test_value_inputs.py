@@ -125,6 +125,7 @@ def test_what_masks_select_of_known_values_is_known():
     assert len(mine.zgraph.programs) <= 5
 
 
+@pytest.mark.slow
 def test_what_is_written_to_is_known_no_more():
     mine, plain = pair(Windows)
     try:

@@ -162,6 +162,7 @@ def hooked() -> tuple[list[list[str]], dict[str, torch.Tensor], list[int]]:
     return names, norms[0], [len(names)]
 
 
+@pytest.mark.slow
 def test_hooks_see_the_gradients_of_their_stages_and_norms_are_of_the_whole(two):
     plain = built()
     for part in zip(*(t.chunk(4) for t in batch(0)), strict=True):

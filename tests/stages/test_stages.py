@@ -7,6 +7,7 @@ they had.
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 
 import models
@@ -54,7 +55,7 @@ def test_stages_that_are_found_give_what_the_model_gives(name, way):
     assert_same(it, it.found(count, how), apart=apart)
 
 
-@product("at, name", [(2, 0), (3, 1), (4, 3), (5, 4), (3, 7)], list(stage_models.MODELS), together=1)
+@sweep("name, at", list(itertools.product(stage_models.MODELS, [(2, 0), (3, 1), (4, 3), (5, 4), (3, 7)])), quick=6)
 def test_stages_at_random_operators_give_what_the_model_gives(name, at):
     it, (count, seed) = cutting(name), at
     assert_same(it, it.at_random(count, seed), apart=bool(seed % 2))

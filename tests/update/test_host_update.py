@@ -101,7 +101,7 @@ def same(one: Virtual, other: Virtual) -> bool:
     )
 
 
-@sweep("name, more, tier", [(n, *rest) for n in RECORDS for rest in in_turn([*MORE], ["cpu", "nvme"])], quick=2)
+@sweep("name, more, tier", [(n, *rest) for n in RECORDS for rest in in_turn([*MORE], ["cpu", "nvme"])], quick=1)
 def test_updates_on_the_host_are_those_of_the_device(name, more, tier):
     plan = plan_of(RECORDS[name], tier, **MORE[more])
     program = built(plan, 1)

@@ -272,6 +272,7 @@ def programs_of_a_run() -> tuple[dict[str, list], int, int]:
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_each_kind_of_step_has_one_program_and_sends_its_bytes(two: Ranks) -> None:
     sizes = [p.numel() for p in Net().parameters()]
     each = sum(bytes_of(n, 2) for n in sizes)

@@ -108,7 +108,7 @@ def test_a_mask_has_the_least_sizes(name):
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("sparse", [False, True], ids=["whole", "sparse"])
+@sweep("sparse", [False, True], ids=["whole", "sparse"], quick=1)
 def test_numbers_are_those_of_plain_pytorch(sparse, backend):
     """Of whole attention bit for bit on eager; of a sparse one that shows all blocks within float32's rounding."""
     attention = (
@@ -161,6 +161,7 @@ def bert(implementation: str):
 
 
 @sweep("implementation, sparse", [(name, sparse) for name in ("eager", "sdpa") for sparse in (False, True)], quick=1)
+@pytest.mark.slow
 def test_a_padded_encoder_holds_no_mask_of_length_by_length(implementation, sparse):
     """For each length: one program has symbols for them."""
     layout = zgraph.LocalWindow(block=8, num_sliding_window_blocks=15, attention="bidirectional")

@@ -157,6 +157,7 @@ def test_a_window_is_computed_without_being_asked_and_gives_the_same_numbers(mas
     assert bool(whole) == (mask not in EXACT)  # (the mask is not computed either)
 
 
+@pytest.mark.slow
 def test_inductor_gives_the_same_for_all_lengths():
     plain = net(compared)
     compiled: Any = zgraph.compile(copy.deepcopy(plain), zgraph.Plan(shapes="dynamic"))
@@ -260,6 +261,7 @@ def test_ranks_compute_the_same(mesh):
     assert result.ok, result
 
 
+@pytest.mark.slow
 def test_in_a_ring_ranks_send_what_the_window_shows_of_their_keys():
     plan = zgraph.Plan(backend="eager", mesh={"cp": 2}, context_attention="ring")
     result = zgraph.verify(net(compared), plan, 2, (words(),))

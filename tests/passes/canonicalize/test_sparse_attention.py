@@ -161,7 +161,7 @@ PLANS = {
 }
 
 
-@sweep("more", list(PLANS), quick=5)
+@sweep("more", list(PLANS), quick=3)
 def test_plans_compute_the_same(more):
     plan = zgraph.Plan(backend="eager", attention={"*": zgraph.Fixed(block=8, num_local_blocks=2)}, **PLANS[more])
     result = zgraph.verify(net(), plan, 2, (words(4, 40),))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from masked_training import RATE, distance_after_training
 from ranks import Ranks
-from sweeps import chosen
+from sweeps import chosen, sweep
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -157,6 +157,7 @@ def test_multihead_attention_of_torch(weights):
 
 
 @pytest.mark.parametrize("model", ["called", pytest.param("written", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_one_program_serves_all_lengths(model):
     plan = zgraph.Plan(backend="eager", attention=LAYOUTS["alike"], shapes="dynamic")
     plain = MODELS[model]()
@@ -168,8 +169,11 @@ def test_one_program_serves_all_lengths(model):
     assert len(compiled.zgraph.runtime.entries) == 1
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
-@pytest.mark.parametrize("model", ["called", "grouped", "written"])
+@sweep(
+    "model, backend",
+    [(model, backend) for model in ("called", "grouped", "written") for backend in ("eager", "inductor")],
+    quick=(0, 3, 4),
+)
 def test_programs_have_a_seed_and_no_mask(model, backend):
     plan = zgraph.Plan(backend=backend, attention=LAYOUTS["alike"])
     program = programs(MODELS[model](), plan, (words(),), 1).after("sparse_attention")
@@ -199,7 +203,7 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("more, model", chosen(list(PLANS), ["called", "written"], together=1))
+@sweep("more, model", chosen(list(PLANS), ["called", "written"], together=1), quick=4)
 def test_plans_drop_the_same(more, model):
     plan = zgraph.Plan(backend="eager", attention=LAYOUTS["alike"], **PLANS[more])
     result = zgraph.verify(MODELS[model](), plan, 4 if PLANS[more].get("mesh") == {"cp": 4} else 2, (words(4),))
@@ -227,7 +231,7 @@ def test_heads_that_two_dimensions_divide_are_refused():
         zgraph.verify(net(), plan, 4, (words(4),))
 
 
-@pytest.mark.parametrize("name, kernel", chosen(["llama", "gpt2", "bert"], ["sdpa", "eager"], together=1))
+@sweep("name, kernel", chosen(["llama", "gpt2", "bert"], ["sdpa", "eager"], together=1), quick=1)
 def test_models_of_transformers(name, kernel):
     transformers = pytest.importorskip("transformers")
     sizes = {

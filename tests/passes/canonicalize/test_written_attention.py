@@ -148,7 +148,7 @@ def farthest(plain: nn.Module, compiled: Any, plan: zgraph.Plan, call: torch.Ten
 @pytest.mark.parametrize(
     "backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)]
 )  # (the pass on Inductor's capture: below)
-@sweep("form", list(FORMS), quick=5)
+@sweep("form", list(FORMS), quick=3)
 def test_a_step_is_that_of_the_plain_model_with_masks(form, backend):
     plan = zgraph.Plan(
         backend=backend, attention={"layers.0": zgraph.LocalWindow(block=8), "*": zgraph.BigBird(block=16)}
@@ -162,7 +162,7 @@ def test_a_step_is_that_of_the_plain_model_with_masks(form, backend):
     )  # (it is another model than without the layouts)
 
 
-@sweep("form, backend", list(itertools.product(FORMS, ["eager", "inductor"])), quick=6)
+@sweep("form, backend", list(itertools.product(FORMS, ["eager", "inductor"])), quick=3)
 def test_nothing_of_it_is_left(form, backend):
     """No softmax, and no value of length x length but the model's own masks and biases."""
     plan = zgraph.Plan(backend=backend, attention={"*": zgraph.LocalWindow(block=8)})

@@ -101,6 +101,7 @@ class Words(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
 
 
+@pytest.mark.slow
 def test_statistics_and_losses_stay_as_they_are() -> None:
     ids = torch.randint(0, 64, (4, 8))
     few, exact = (exchanged(Words(), plan(f), (ids,)) for f in ("int8", "same"))

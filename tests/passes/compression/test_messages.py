@@ -274,6 +274,7 @@ def lengths(format: str) -> list[float]:
 
 
 @pytest.mark.gloo
+@pytest.mark.slow
 def test_lengths_that_differ_from_step_to_step(two: Ranks) -> None:
     net, losses = Tokens(), []
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5)

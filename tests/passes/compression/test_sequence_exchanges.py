@@ -164,7 +164,7 @@ def losses(attention: str, format: str, backend: str, steps: int) -> list[float]
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("attention", ["heads", "ring"])
+@sweep("attention", ["heads", "ring"], quick=1)
 def test_two_ranks_compute_with_what_was_sent(two: Ranks, attention: str) -> None:
     exact = two.run(losses, attention, "same", "eager", 5)[0]
     few = two.run(losses, attention, "int4", "eager", 5)

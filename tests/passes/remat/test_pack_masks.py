@@ -107,7 +107,7 @@ def test_plans_compute_the_same(plan):
     assert result.ok, result
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@sweep("backend", ["eager", "inductor"], quick=(0,))
 def test_no_mask_is_saved_as_bytes(backend):
     by_bytes, by_bits = (
         programs(net(), zgraph.Plan(backend=backend, mesh={"dp": 1}, pack_masks=packed), (words(),), 1).program

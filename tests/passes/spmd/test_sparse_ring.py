@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -205,7 +206,7 @@ def plan(attention: dict[str, Sparsity], ranks: int = 4, **fields: Any) -> zgrap
     return zgraph.Plan(attention=attention, **fields)
 
 
-@product("layout, causal, ranks", list(LAYOUTS), [True, False], [2, 4], together=1)
+@sweep("layout, causal, ranks", list(itertools.product(LAYOUTS, [True, False], [2, 4])), quick=4)
 def test_models_compute_what_one_process_does(layout, causal, ranks):
     result = zgraph.verify(net(causal=causal), plan({"*": LAYOUTS[layout]}, ranks), ranks, (words(),))
     assert result.ok, result
@@ -227,7 +228,7 @@ MORE: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@sweep("more", list(MORE), quick=(0, 2, 5))
+@sweep("more", list(MORE), quick=(0,))
 def test_it_goes_together_with_the_rest_of_a_plan(more):
     world, options, fields = MORE[more]
     mesh = fields.get("mesh", {"cp": world})
@@ -237,6 +238,7 @@ def test_it_goes_together_with_the_rest_of_a_plan(more):
     assert result.ok, result
 
 
+@pytest.mark.slow
 def test_of_two_mesh_dimensions_one_divides_heads_and_one_the_sequence():
     model = net(heads=4)
     asked = plan({"*": LAYOUTS["random"]}, mesh={"tp": 2, "cp": 2})
@@ -246,6 +248,7 @@ def test_of_two_mesh_dimensions_one_divides_heads_and_one_the_sequence():
     assert [tensor(n.args[0]).shape[1] for n in calls if n.target is OF_ROWS[SPARSE]] == [2, 2]
 
 
+@pytest.mark.slow
 def test_whole_layers_beside_it_fold_the_sequence():
     """A causal layer that is whole gives each rank a piece from the front and one from the back."""
     asked = plan({"layers.0": LAYOUTS["across ranks"]})
@@ -275,6 +278,7 @@ def test_hops_are_skipped_and_rows_that_nobody_reads_stay():
     assert all(tensor(n.args[1]).shape[2] in (24, 24 + 8) for n in calls_of(program) if n.target is OF_ROWS[SPARSE])
 
 
+@pytest.mark.slow
 def test_the_forecast_counts_what_is_sent_and_computed():
     results = {}
     for name in ("own block", "window", "random"):
@@ -322,11 +326,14 @@ class Masked(Net):
         return F.cross_entropy(self.head(x + seen.transpose(1, 2).flatten(2)).flatten(0, 1), words.flatten())
 
 
-@product(
+@sweep(
     "kind, layout",
-    ["padding", "documents", "of positions", "of heads"],
-    ["window", "heads differ", "function", "nothing"],
-    together=1,
+    [
+        (kind, layout)
+        for kind in ("padding", "documents", "of positions", "of heads")
+        for layout in ("window", "heads differ", "function", "nothing")
+    ],
+    quick=(0, 10),
 )
 def test_masks_of_the_model_hide_what_the_layout_shows(kind, layout):
     asked = plan({"*": LAYOUTS[layout]})
@@ -361,6 +368,7 @@ class Cross(nn.Module):
 
 
 @pytest.mark.parametrize("layout", [pytest.param("window", marks=pytest.mark.slow), "heads differ"])
+@pytest.mark.slow
 def test_keys_may_be_those_of_another_sequence(layout):
     """In torch's own layer, which folds heads into rows."""
     asked = plan({"*": LAYOUTS[layout]})
@@ -440,7 +448,12 @@ def test_four_ranks_of_two_dimensions_train_as_one_process(four: Ranks):
 
 @pytest.mark.gloo
 @pytest.mark.parametrize(
-    "layout, rows", [("own block", 0), ("window", 8), pytest.param("positions", 16, marks=pytest.mark.slow)]
+    "layout, rows",
+    [
+        pytest.param("own block", 0, marks=pytest.mark.slow),
+        ("window", 8),
+        pytest.param("positions", 16, marks=pytest.mark.slow),
+    ],
 )
 def test_ranks_send_the_rows_that_are_read_and_no_others(four: Ranks, layout, rows):
     """Of two layers' keys and values, float32, forward and backward, and of their gradients; one rank of three is sent to."""
