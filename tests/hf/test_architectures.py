@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from architectures import REFUSED, build, compare, for_two_ranks
+from sweeps import sweep
 
 import zgraph
 from zgraph.errors import CaptureError
@@ -30,7 +31,7 @@ def test_its_shards_are_verified(name):
     assert found.ok, str(found)
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@sweep("name", REFUSED, quick=1)
 def test_what_can_not_be_captured_is_refused_with_its_line(name):
     model, batch = build(name)
     with pytest.raises(CaptureError) as found:
