@@ -59,10 +59,11 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "1-bit LAMB": ("exact LAMB", {"zero": 0, "optimizer": {"name": "OneBitLAMB", **LAMB, "freeze_steps": 150}}),
     "local steps from the first": ("exact", {"mesh": GROUPS, "local_steps": LOCAL}),
     "local steps after a quarter": ("exact", {"mesh": GROUPS, "local_steps": LOCAL}),
+    "local steps after a half": ("exact", {"mesh": GROUPS, "local_steps": LOCAL}),
 }
 
-
-LATER = "local steps after a quarter"  # of the steps, which are exact ones
+# The share of the steps that are exact ones before rounds begin.
+BEFORE = {"local steps after a quarter": 0.25, "local steps after a half": 0.5}
 
 
 def plan_of(way: str, steps: int) -> zgraph.Plan:
@@ -84,11 +85,16 @@ def curve(way: str, seed: int, steps: int, runs: Path) -> list[tuple[int, float]
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         script = [str(HERE.parent / "examples" / "train_lm.py"), "--plan", str(first), "--json", str(file)]
         options = ["--steps", str(steps), "--seed", str(seed), "--sample", "0", "--eval-every", "50", "--quiet"]
-        if way == LATER:
+        if way in BEFORE:
             then = file.with_suffix(".then.toml")
             plan.save(then)
             # (the last step ends a round: before that each group would be validated with weights of its own)
-            options += ["--then", str(then), "--then-after", str(steps - 3 * steps // 4 // EVERY * EVERY)]
+            options += [
+                "--then",
+                str(then),
+                "--then-after",
+                str(steps - int((1 - BEFORE[way]) * steps) // EVERY * EVERY),
+            ]
             plan = plan.model_copy(update={"local_steps": None})
         plan.save(first)
         subprocess.run([*launch, *script, *options], check=True)
