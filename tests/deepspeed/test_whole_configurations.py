@@ -1,5 +1,6 @@
 """A whole DeepSpeed configuration is a plan, and each of its keys is told."""
 
+import base64
 import copy
 import json
 import sys
@@ -431,6 +432,38 @@ WRONG = [
     ("scheduler.params.warmup_max_lr", {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": True}}, **ADAM}, "not a number"),
     ("scheduler.params.warmup_num_steps", {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 5, "warmup_num_steps": 10}}, **ADAM},
      "longer"),
+    ("zero_optimization.stage", {"zero_optimization": {"stage": [3]}}, "whole number"),
+    ("zero_optimization.reduce_bucket_size", {"zero_optimization": {"stage": 2, "reduce_bucket_size": 0.5}}, "5e8"),
+    ("zero_optimization.stage3_max_live_parameters", {"zero_optimization": {"stage": 3, "stage3_max_live_parameters": -5}}, "5e8"),
+    ("zero_optimization.offload_optimizer.device", {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}, **ADAM}, "nvme_path"),
+    ("zero_optimization.leaf_module.classes", {"zero_optimization": {"stage": 3, "leaf_module": {"classes": "Block"}}}, "list"),
+    ("train_micro_batch_size", {"train_micro_batch_size": 4}, "train_micro_batch_size_per_gpu"),
+    ("train_batch_size", {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 16}, "multiple"),
+    ("gradient_accumulation_steps", {"train_batch_size": 16, "gradient_accumulation_steps": 0}, "from 1"),
+    ("gradient_clipping", {"gradient_clipping": float("nan")}, "number"),
+    ("gradient_allreduce_op", {"gradient_allreduce_op": "max"}, "multiply the loss"),
+    ("bf16", {"bf16": True, **ADAM}, "section"),
+    ("bf16.enable", {"bf16": {"enable": True}, **ADAM}, "enabled"),
+    ("fp16.min_loss_scale", {"fp16": {"enabled": True, "min_loss_scale": 0}, "zero_optimization": {"stage": 1}, **ADAM}, "smallest scale"),
+    ("fp16.loss_scale", {"fp16": {"enabled": True, "loss_scale": -1}, **ADAM}, "fixed scale"),
+    ("fp16.hysteresis", {"fp16": {"enabled": True, "hysteresis": 0}, "zero_optimization": {"stage": 1}, **ADAM}, ""),
+    ("data_types.keep_in_fp32_modules", {"data_types": {"keep_in_fp32_modules": [1, 2]}, "bf16": {"enabled": True}, **ADAM}, "names"),
+    ("optimizer.lr", {"optimizer": {"type": "Adam", "lr": 1e-3}}, "params"),
+    ("optimizer.params.betas", {"optimizer": {"type": "Adam", "params": {"betas": [0.9, 1.0]}}}, ""),
+    ("optimizer.params.freeze_step", {"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": -1}}}, "steps before"),
+    ("scheduler.params", {"scheduler": {"type": "StepLR"}, **ADAM}, "step_size"),
+    ("scheduler.params", {"scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": 0}}, **ADAM}, "other numbers"),
+    ("scheduler.params", {"scheduler": {"type": "ReduceLROnPlateau"}, **ADAM}, "metrics"),
+    ("scheduler.type", {"scheduler": {"type": "linear"}, **ADAM}, "WarmupLR"),
+    ("scheduler.params.total_num_steps", {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}, **ADAM}, "arguments"),
+    ("tensor_parallel", {"tensor_parallel": 2}, "section"),
+    ("sequence_parallel_size", {"sequence_parallel_size": "2"}, "whole number"),
+    ("pipeline.activation_checkpoint_interval", {"pipeline": {"stages": 2, "activation_checkpoint_interval": -1}}, "0 for none"),
+    ("pipeline_parallel.pp_size", {"pipeline_parallel": {"enabled": True, "pp_size": 0}}, "from 1"),
+    ("elasticity.version", {"elasticity": {"enabled": True, "max_train_batch_size": 20, "micro_batch_sizes": [2], "version": 0.3}, **ADAM}, "0.2"),
+    ("checkpoint.tag_validation", {"checkpoint": {"tag_validation": "WARNING"}}, "Warn"),
+    ("moe", {"moe": {"enabled": True}}, ""),
+    ("Zero_Optimization", {"Zero_Optimization": {"stage": 3}}, "zero_optimization"),
     ("zgraph.zero", {"zero_optimization": {"stage": 3}, "zgraph": {"zero": 1}}, "give one of them"),
     ("zgraph.prefetch", {"zero_optimization": {"stage": 3, "overlap_comm": True}, "zgraph": {"prefetch": {"enabled": False}}}, "overlap_comm"),
     ("zgraph.memory_budgt", {"zgraph": {"memory_budgt": "1GiB"}}, "memory_budget"),
@@ -451,6 +484,22 @@ def test_all_that_is_refused_is_told_at_once():
     with pytest.raises(PlanError) as caught:
         deepspeed.plan({"zero_optimizaton": {}, "gradient_clipping": -1, "fp16": {"enabled": "yes"}}, world=2)
     assert {p.where for p in caught.value.problems} == {"zero_optimizaton", "gradient_clipping", "fp16.enabled"}
+
+
+@pytest.mark.parametrize("config", [None, 5, [], '{"train_batch_size": 8}', "/nowhere/ds.json"])
+def test_what_is_no_configuration_is_refused_with_what_to_give(config):
+    with pytest.raises(PlanError, match="a dict, or the path of a JSON file"):
+        deepspeed.plan(config, world=2)
+
+
+def test_no_ranks_are_refused():
+    with pytest.raises(PlanError, match="0 ranks"):
+        deepspeed.plan({"train_batch_size": 8}, world=0)
+
+
+def test_a_configuration_in_base64_is_read_as_deepspeed_reads_it():
+    text = base64.urlsafe_b64encode(json.dumps({"zero_optimization": {"stage": 2}}).encode()).decode()
+    assert deepspeed.plan(text, world=2).plan.zero == 2
 
 
 def test_a_key_that_is_no_text_is_refused():

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Mapping
 from typing import Any
+
+import torch
 
 from zgraph.deepspeed.plan_draft import Draft
 from zgraph.errors import PlanError
@@ -123,7 +126,7 @@ def _with_params(draft: Draft, name: str, defaults: dict[str, Any], params: dict
     try:
         optimizer_record = record(**{**defaults, **given})
     except PlanError as error:
-        _refuse_each(draft, "optimizer.params", error)
+        _refuse_each(draft, "optimizer.params", error, asked)
         return
     draft.apply("optimizer.type", "optimizer", optimizer_record, note)
     draft.say("optimizer.type", "applied", f"optimizer = {name}{f': {note}' if note else ''}")
@@ -151,13 +154,34 @@ def _switches_for_numbers(record: type[Record], given: dict[str, Any]) -> list[s
     return [k for k, v in given.items() if isinstance(v, bool) and k in fields and fields[k].annotation is not bool]
 
 
-def _refuse_each(draft: Draft, section: str, error: PlanError) -> None:
-    """Refuse the keys of a section whose values the plan's record refuses."""
+def _refuse_each(draft: Draft, section: str, error: PlanError, asked: Mapping[str, str] | None = None) -> None:
+    """Refuse the keys of a section whose values the plan's record refuses. `asked` has the names that DeepSpeed gives
+    some fields."""
     for problem in error.problems or (error,):
         field = re.split(r"[.\[]", problem.where or "")[0]
+        field = (asked or {}).get(field, field)
         draft.refuse(
             f"{section}.{field}" if field else section, problem.what, problem.hint or problem.why or "another value"
         )
+
+
+def _try_once(draft: Draft, schedule: lr_schedules.TorchSchedule) -> None:
+    """Refuse one of torch's schedules that can't be made for the plan's optimizer, or that has no first step. (One of functions, which it
+    names, is made where it trains.)"""
+    record = draft.fields.get("optimizer")
+    if record is None or any(isinstance(v, str) and ":" in v for v in schedule.args.values()):
+        return
+    from zgraph.update.torch_lr_schedulers import torch_scheduler
+
+    numbers = record.model_dump()
+    optimizer = torch.optim.Optimizer([{"params": [torch.zeros(())], **numbers}], numbers)
+    optimizer._opt_called = True  # type: ignore[attr-defined]  # (torch's schedulers warn where they run ahead)
+    try:
+        torch_scheduler(schedule, optimizer).step()
+    except PlanError as error:
+        draft.refuse("scheduler.params", error.why or error.what, error.hint or "another schedule")
+    except ArithmeticError as error:
+        draft.refuse("scheduler.params", f"the first step raises {type(error).__name__}: {error}", "other numbers")
 
 
 def _said(key: str, name: str) -> str:
@@ -203,11 +227,14 @@ def scheduler(draft: Draft) -> None:
             schedule = record(**params)
         elif inspect.isclass(getattr(lr_scheduler, kind, None)):
             schedule = lr_schedules.TorchSchedule(scheduler=kind, args=params)
+            _try_once(draft, schedule)
         else:
             draft.refuse(key, f"there is no schedule {kind!r}", did_you_mean(kind, _SCHEDULES))
             return
     except PlanError as error:
         _refuse_each(draft, "scheduler.params", error)
+        return
+    if any(draft.is_refused(place) for place in ("scheduler.params", key)):
         return
     draft.apply(key, "lr_schedule", schedule)
     logarithmic = getattr(schedule, "warmup_type", "") == "log" and "warmup_type" not in params

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import os
@@ -38,11 +39,19 @@ def read(config: Config) -> dict[str, Any]:
     """
     if isinstance(config, Mapping):
         return _own(config)
+    if not isinstance(config, (str, os.PathLike)):
+        raise PlanError(f"the configuration is {short(config)}", hint="give a dict, or the path of a JSON file")
     path = Path(config)
     try:
-        config_dict = _parsed(path.read_text(encoding="utf-8"))
+        encoded = _of_base64(config) if isinstance(config, str) else None
+        config_dict = _parsed(path.read_text(encoding="utf-8") if encoded is None else encoded)
     except OSError as error:
-        raise PlanError("the configuration can't be read", where=str(path), why=error.strerror or str(error)) from error
+        raise PlanError(
+            "the configuration can't be read",
+            where=short(str(path)),
+            why=error.strerror or str(error),
+            hint="give a dict, or the path of a JSON file",
+        ) from error
     except json.JSONDecodeError as error:
         where = f"{path}:{error.lineno}"
         raise PlanError("the configuration is no JSON", where=where, why=error.msg, hint=_MEND) from error
@@ -53,6 +62,17 @@ def read(config: Config) -> dict[str, Any]:
     if not isinstance(config_dict, dict):
         raise PlanError(f"the configuration is {short(config_dict)}", where=str(path), hint="it is a table: {…}")
     return _own(config_dict)
+
+
+def _of_base64(text: str) -> str | None:
+    """Return the configuration that a text is in base64, as DeepSpeed's command line gives it; None for any other, such as a path."""
+    if Path(text[:200]).exists():
+        return None
+    try:
+        decoded = base64.b64decode(text, altchars=b"-_", validate=True).decode("utf-8")
+    except (ValueError, UnicodeDecodeError):
+        return None
+    return decoded if decoded.lstrip().startswith("{") else None
 
 
 _MEND = "mend that line; comments and keys without quotes are Hjson, which is read where the package hjson is installed"

@@ -21,6 +21,7 @@ from zgraph.deepspeed.sparse_attention import sparse_attention
 from zgraph.errors import PlanError
 from zgraph.plan.plan import Plan
 from zgraph.plan.precision import Precision, preset
+from zgraph.record import short
 
 DTYPES = {
     **dict.fromkeys(("fp32", "float32", "torch.float32", "float"), "float32"),
@@ -42,8 +43,8 @@ class Translation(NamedTuple):
 def plan(config: Config, *, world: int, model: Any = None, arguments: Any = None) -> Translation:
     """Translate a DeepSpeed configuration into a plan for `world` ranks, with a report on each of its keys.
 
-    `config` is a dict or the path of a JSON file. "auto" is filled as transformers fills it: by the hidden size of the `model`
-    (`model.config.hidden_size`) and by training `arguments` (a `TrainingArguments`, or a dict). Raises `PlanError` if the file
+    `config` is a dict or the path of a JSON file, or that file's text in base64. "auto" is filled as transformers fills it: by the hidden
+    size of the `model` (`model.config.hidden_size`) and by training `arguments` (a `TrainingArguments`, or a dict). Raises `PlanError` if the file
     can't be read, and if keys are unknown or unsupported, with one problem for each (`error.problems`); `report` reports the
     same keys without raising.
     """
@@ -54,6 +55,10 @@ def plan(config: Config, *, world: int, model: Any = None, arguments: Any = None
 def report(config: Config, *, world: int, model: Any = None, arguments: Any = None) -> Report:
     """Return a report on each key of a DeepSpeed configuration: see `plan`. Raises `PlanError` if the file can't be
     read."""
+    if type(world) is not int or world < 1:
+        raise PlanError(
+            f"there are no {short(world)} ranks", where="world", hint="how many ranks train: a whole number from 1"
+        )
     given = read(config)
     whole = isinstance(given.get("zero_optimization"), bool)
     if whole:
@@ -195,7 +200,7 @@ def _stages(draft: Draft) -> int:
                 "pipeline_parallel.enabled", "pp_size is missing", 'say how many stages there are: "pp_size": 2'
             )
         return stages
-    size = _divided(draft, "pipeline_parallel.pp_size", "pp")
+    size = _divided(draft, "pipeline_parallel.pp_size", "pp", least=1)
     if min(size, stages) > 1 and size != stages:
         draft.refuse("pipeline_parallel.pp_size", f"pipeline.stages is {stages}", "give one of them")
     return max(size, stages)
@@ -299,35 +304,33 @@ def _precision(draft: Draft) -> None:
     if len(low) > 1:
         draft.refuse("fp16.enabled", "bf16 is enabled as well", "enable one of them")
         return
-    short = low[0] if low else "fp32"
+    name = low[0] if low else "fp32"
     changes: dict[str, Any] = {}
-    if short == "fp16":
+    if name == "fp16":
         _loss_scale(draft, changes)
         if (cast := draft.get("fp16.auto_cast")) is not None:
             changes["cast_inputs"] = cast
             draft.say("fp16.auto_cast", "applied", f"precision.cast_inputs = {str(cast).lower()}")
-    if short == "bf16":
+    if name == "bf16":
         _bf16(draft, changes)
-    _dtypes(draft, changes, short)
+    _dtypes(draft, changes, name)
     if changes and draft.get("optimizer") is None:
         changes["accumulate"] = None  # (a record may name a dtype of sums only for the plan's optimizer)
     try:
-        record = (preset(short, "deepspeed") if low else Precision()).model_copy(update=changes)
+        record = (preset(name, "deepspeed") if low else Precision()).model_copy(update=changes)
     except PlanError as error:
-        key = _SCALING.get((error.where or "").split(".")[-1], f"{short}.enabled")
+        key = _SCALING.get((error.where or "").split(".")[-1], f"{name}.enabled")
         draft.refuse(key, error.what, error.hint or error.why or "another value")
         return
     if low:
-        how = (
-            f'{short} with numerics "deepspeed": weights, gradients and their reduction in {short}, fp32 master weights'
-        )
-        if record == preset(short, "deepspeed"):
-            draft.fields |= {"precision": short, "numerics": "deepspeed"}
-            draft.origins |= {"precision": f"{short}.enabled", "numerics": f"{short}.enabled"}
-            draft.say(f"{short}.enabled", "applied", f'precision = "{short}", numerics = "deepspeed": {how}')
+        how = f'{name} with numerics "deepspeed": weights, gradients and their reduction in {name}, fp32 master weights'
+        if record == preset(name, "deepspeed"):
+            draft.fields |= {"precision": name, "numerics": "deepspeed"}
+            draft.origins |= {"precision": f"{name}.enabled", "numerics": f"{name}.enabled"}
+            draft.say(f"{name}.enabled", "applied", f'precision = "{name}", numerics = "deepspeed": {how}')
         else:
-            draft.apply(f"{short}.enabled", "precision", record, how)
-            draft.say(f"{short}.enabled", "applied", f"precision = a record: {how}")
+            draft.apply(f"{name}.enabled", "precision", record, how)
+            draft.say(f"{name}.enabled", "applied", f"precision = a record: {how}")
     elif changes:
         draft.fields["precision"] = record
         named = {"accumulate": "data_types.grad_accum_dtype", "buffer": "data_types.buffer_dtype"}
@@ -401,11 +404,11 @@ def _steps_in_fp32(draft: Draft) -> None:
         draft.say(key, "applied", 'on_nonfinite = "ignore"')
 
 
-def _dtypes(draft: Draft, changes: dict[str, Any], short: str) -> None:
+def _dtypes(draft: Draft, changes: dict[str, Any], name: str) -> None:
     """Set the dtype in which gradients are reduced, and the other dtypes that have keys of their own."""
     for key in ("compress_communication", "zero_optimization.compress_communication"):
         if draft.get(key):
-            changes["reduce"] = {"fp16": "float16"}.get(short, "bfloat16")
+            changes["reduce"] = {"fp16": "float16"}.get(name, "bfloat16")
             draft.say(
                 key, "applied", f'precision.reduce = "{changes["reduce"]}": gradients are reduced in half as many bytes'
             )
@@ -429,7 +432,11 @@ def _dtypes(draft: Draft, changes: dict[str, Any], short: str) -> None:
             changes[field] = dtype
             draft.say(key, "applied", f'precision.{field} = "{dtype}"')
     fp32_modules = draft.get("data_types.keep_in_fp32_modules")
-    if fp32_modules is not None:
+    if fp32_modules is not None and not all(isinstance(name, str) for name in fp32_modules):
+        draft.refuse(
+            "data_types.keep_in_fp32_modules", f"{short(fp32_modules)} has more than texts", "names of modules"
+        )
+    elif fp32_modules is not None:
         changes["keep_fp32"] = tuple(f"*{name}*" for name in fp32_modules)
         draft.say("data_types.keep_in_fp32_modules", "applied", f"precision.keep_fp32 = {list(changes['keep_fp32'])}")
 
@@ -643,7 +650,11 @@ def _rest(draft: Draft) -> None:
                 '"parameters", "uniform" or "type:REGEX"',
             )
     interval = draft.get("pipeline.activation_checkpoint_interval")
-    if interval:
+    if interval is not None and interval < 0:
+        draft.refuse(
+            "pipeline.activation_checkpoint_interval", f"{interval} is no number of layers", "1 or more; 0 for none"
+        )
+    elif interval:
         draft.apply("pipeline.activation_checkpoint_interval", "recompute", "full", "all but each layer's inputs")
     elif interval is not None:
         draft.say("pipeline.activation_checkpoint_interval", "equivalent", "nothing is computed again")

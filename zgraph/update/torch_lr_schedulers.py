@@ -24,7 +24,7 @@ def torch_scheduler(record: TorchSchedule, optimizer: torch.optim.Optimizer) -> 
     try:
         scheduler_class = getattr(importlib.import_module(module or "torch.optim.lr_scheduler"), name)
         scheduler = scheduler_class(optimizer, **{k: _resolved(v) for k, v in record.args.items()})
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError, ArithmeticError, LookupError) as error:
         raise PlanError(
             f"the schedule {record.scheduler!r} can't be made",
             where="lr_schedule",
