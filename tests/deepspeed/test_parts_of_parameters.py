@@ -112,6 +112,54 @@ def test_weights_that_a_step_does_not_use_are_plain_pytorchs(two, stage):
             torch.testing.assert_close(torch.tensor(mine), torch.tensor(plain))
 
 
+def steps_of_the_optimizer_alone(stage):
+    """How far `optimizer.step()` moves weights by a large gradient, of the norm that clipping leaves."""
+    engine = engine_of(stage, gradient_clipping=0.25)
+    before = [p.full_tensor().clone() for p in engine.module.parameters()]
+    engine.backward(100 * loss_of(engine))
+    norm = torch.stack([p.grad.full_tensor().norm() for p in engine.module.parameters()]).norm()
+    engine.optimizer.step()
+    moved = [a - b.full_tensor() for a, b in zip(before, engine.module.parameters(), strict=True)]
+    found = torch.stack([m.norm() for m in moved]).norm() / 0.1
+    engine.backward(100 * loss_of(engine))
+    engine.step()
+    return float(found), float(norm)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_steps_that_no_engine_makes_clip_with_zero_alone(two, stage):
+    """DeepSpeed's engine clips at stage 0 in fp32, and its optimizer does not."""
+    for found, norm in two.run(steps_of_the_optimizer_alone, stage):
+        assert norm > 1 and found == pytest.approx(0.25 if stage else norm, rel=1e-4)
+
+
+def thawed(known):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    model[0].requires_grad_(False)
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    config |= {"zero_optimization": {"stage": 2}, "zgraph": {"backend": "eager"}}
+    groups = model.parameters() if known else model[2].parameters()
+    engine = deepspeed.initialize(model=model, model_parameters=groups, config=config)[0]
+    moved = []
+    for thaws in (False, True):
+        model[0].requires_grad_(thaws)
+        before = model[0].weight.full_tensor().clone()
+        engine.backward(loss_of(engine))
+        engine.step()
+        moved.append(not torch.equal(before, model[0].weight.full_tensor()))
+    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    before = model[0].weight.full_tensor().clone()
+    engine.backward(loss_of(engine))
+    engine.step()
+    return [*moved, not torch.equal(before, model[0].weight.full_tensor())]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_thawed_weights_train_if_they_are_in_a_group(two, known):
+    assert two.run(thawed, known) == [[False, known, True]] * 2
+
+
 def a_step_of_no_numbers(stage, section):
     engine = engine_of(stage, zero_optimization={"stage": stage, **section})
     before = [p.full_tensor().clone() for p in engine.module.parameters()]

@@ -405,6 +405,47 @@ def a_penalty_of_whole_weights(system, _folder):
     return losses
 
 
+class Momentum(torch.optim.Optimizer):
+    """An optimizer of a script's own."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+                p.add_(mean.mul_(0.9).add_(p.grad), alpha=-group["lr"])
+
+
+def steps_of_the_optimizer_alone(system, _folder):
+    """`optimizer.step()` where posts have `engine.step()`: the optimizer of the configuration, and one of the script's own."""
+    losses = []
+    own = {"zero_allow_untested_optimizer": True}
+    for given in ({}, {"optimizer": lambda params: Momentum(params, 0.1)}):
+        engine, optimizer, _, _ = system.engine(config={"gradient_clipping": 0.1, **(own if given else {})}, **given)
+        for step in range(4):
+            loss, _ = engine(*rows(step))
+            engine.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    return losses
+
+
+def weights_that_are_thawed(system, _folder):
+    """Weights that are in no group: thawing them has no effect."""
+    torch.manual_seed(0)
+    model = Net()
+    model.embedding.requires_grad_(False)
+    trains = [p for p in model.parameters() if p.requires_grad]
+    engine = system.engine(model, model_parameters=trains, config={"gradient_clipping": 0.0})[0]
+    losses = trained(engine, range(3))
+    engine.module.embedding.requires_grad_(True)
+    return losses + trained(engine, range(3, 6))
+
+
 SCRIPTS = [
     a_pipeline_that_reads_its_data,
     fine_tuning_with_epochs,
@@ -426,6 +467,8 @@ SCRIPTS = [
     rates_of_each_group_in_the_configuration,
     a_gradient_that_is_no_number_in_fp32,
     a_penalty_of_whole_weights,
+    steps_of_the_optimizer_alone,
+    weights_that_are_thawed,
 ]
 
 
@@ -452,6 +495,11 @@ def compared(mine, theirs, script, stage, tmp_path):
 @sweep("script", SCRIPTS, quick=(3,))
 def test_a_script_of_a_post_gives_deepspeeds_numbers_on_two_ranks(two, deepspeeds, script, tmp_path):
     compared(two, deepspeeds, script, STAGES.get(script, 3), tmp_path)
+
+
+@sweep("script", [steps_of_the_optimizer_alone, weights_that_are_thawed], quick=1)
+def test_without_zero_a_script_of_a_post_gives_deepspeeds_numbers(two, deepspeeds, script, tmp_path):
+    compared(two, deepspeeds, script, 0, tmp_path)
 
 
 @pytest.fixture(scope="module")

@@ -65,6 +65,7 @@ class Training:
     client_scheduler: Any = None  # the scheduler that the script gave: an object, or a function of the optimizer
     clips: float = 0.0  # the largest norm of the gradients (0: any), for an optimizer that the plan does not run
     skips: bool = False  # skip an update whose gradients are not finite (bf16 with the script's own optimizer)
+    stepping: bool = False  # the engine steps the script's own optimizer now
     client: Any = None  # the script's own optimizer object
     collate_fn: Callable[..., Any] | None = None  # makes a micro-batch of examples
     loader: DeepSpeedDataLoader | None = None  # the loader of `training_data`
@@ -428,7 +429,7 @@ class DeepSpeedEngine(Checkpoints, Settings, Unsupported, Attributes):  # type: 
 
     def _planned_update(self) -> bool:
         """Run one update of the plan's optimizer; return whether it was applied, not skipped."""
-        self._norm = self._training.optimizer.step()
+        self._norm = self._training.optimizer.optimizer.step()
         return self._settle()
 
     def _settle(self) -> bool:
@@ -458,8 +459,12 @@ class DeepSpeedEngine(Checkpoints, Settings, Unsupported, Attributes):  # type: 
         self._norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         applied = not training.skips or bool(torch.isfinite(self._norm))
         if applied:
-            with WholeNumbers():
-                training.optimizer.step()
+            training.stepping = True
+            try:
+                with WholeNumbers():
+                    training.optimizer.step()
+            finally:
+                training.stepping = False
         self.handle.zero_grad()
         return applied
 

@@ -78,6 +78,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         self._labels = [{k: v for k, v in group.items() if k != "params"} for group in labels]
         self._order = [list(names) for names in groups]
         self.overflow = False
+        self.clips_alone = True  # a step of the script's own clips, as one of the engine's does
         self._groups: list[dict[str, Any]] = []
         self._of: PlanOptimizer | None = None
         self._early: PlanOptimizer | None = None
@@ -157,8 +158,15 @@ class EngineOptimizer(torch.optim.Optimizer):
     loss_scaler = loss_scale_config  # (its name above stage 0)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Run one update of the plan's optimizer. `engine.step()` calls it at the end of an accumulation."""
-        return self.optimizer.step(closure)
+        """Run one update of the plan's optimizer, as a script that leaves `engine.step()` out does.
+
+        It clips as `engine.step()` does, but for fp32 without ZeRO, where DeepSpeed's engine clips and its optimizer does not
+        (`clips_alone`).
+        """
+        if self.clips_alone:
+            return self.optimizer.step(closure)
+        with self._handle.runtime.updater.unclipped():
+            return self.optimizer.step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none)

@@ -29,12 +29,19 @@ from zgraph.deepspeed.lr_schedulers import (
     is_scheduler,
     refuse_another_optimizers,
 )
-from zgraph.deepspeed.parameter_groups import freeze_others, groups_of, names_of, of_model_parameters, record_of
+from zgraph.deepspeed.parameter_groups import (
+    freeze_others,
+    groups_of,
+    names_of,
+    of_model_parameters,
+    record_of,
+)
 from zgraph.deepspeed.pipe.engine import PipelineEngine
 from zgraph.deepspeed.pipe.module import PipelineModule
 from zgraph.deepspeed.read_config import Config, fill, read
 from zgraph.deepspeed.recompile import recompile
 from zgraph.deepspeed.report import Report, Row
+from zgraph.deepspeed.step_hooks import clip_alone, pass_over
 from zgraph.deepspeed.translate import report as report_on
 from zgraph.deepspeed.unsupported import InitializeMisuse
 from zgraph.deepspeed.update_of_zeros import begins_with_zeros, update_of_zeros
@@ -61,6 +68,7 @@ class Given:
     scheduler: Any = None  # a scheduler object, or a function of the optimizer
     written: dict[str, str] = field(default_factory=dict)  # sections that an object was made of, and what it is
     groups: list[dict[str, Any]] | None = None  # the optimizer's groups, else those of `model_parameters`
+    others: list[str] = field(default_factory=list)  # the names of the parameters that are in none of `groups`
 
 
 def initialize(
@@ -351,7 +359,7 @@ def _given(
     if groups is not None:
         objects.groups = groups = [group for group in groups if group["params"]]
         objects.names = names_of(model, groups)
-        freeze_others(model, objects.names)
+        objects.others = freeze_others(model, objects.names)
     return objects
 
 
@@ -384,6 +392,8 @@ def _training(model: nn.Module, plan: Plan, given: Given, config: dict[str, Any]
     training = Training(client=client, clips=float(value_of(config, "gradient_clipping", 1.0)))
     if plan.optimizer is not None:
         training.optimizer = EngineOptimizer(handle, given.names or (), given.groups or ())
+        training.optimizer.clips_alone = _clips_alone(config, plan)
+        pass_over(model, given.others, training.optimizer.optimizer)
         training.zeros = begins_with_zeros(config, plan, pipelined=isinstance(model, PipelineModule))
         if training.zeros:
             update_of_zeros(handle, training.optimizer)
@@ -394,9 +404,17 @@ def _training(model: nn.Module, plan: Plan, given: Given, config: dict[str, Any]
         handle.when_placed(lambda: rebind(given.optimizer, names, dict(model.named_parameters())))
         training.planned, training.optimizer = False, given.optimizer
         training.skips = _skips(config)
+        clip_alone(model, training, _clips_alone(config, plan))
     training.client_scheduler = None if "scheduler" in given.written else given.scheduler
     training.scheduler = _scheduler(training, given.scheduler, config)
     return training
+
+
+def _clips_alone(config: dict[str, Any], plan: Plan) -> bool:
+    """Return whether a step of the optimizer that no engine calls clips: DeepSpeed's optimizers of ZeRO and of low weights do, and torch's
+    own does not, which trains fp32 weights at stage 0. (A plan's own `grad_clip` always does.)"""
+    low = value_of(config, "fp16.enabled") or value_of(config, "bf16.enabled")
+    return bool(plan.zero or low or value_of(config, "zgraph.grad_clip"))
 
 
 def _skips(config: dict[str, Any]) -> bool:

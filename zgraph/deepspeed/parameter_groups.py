@@ -84,10 +84,12 @@ def names_of(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> list[list
     return names
 
 
-def freeze_others(model: nn.Module, names: Iterable[Iterable[str]]) -> None:
-    """Freeze the parameters that are in no group, since DeepSpeed never updates them, with a warning."""
+def freeze_others(model: nn.Module, names: Iterable[Iterable[str]]) -> list[str]:
+    """Freeze the parameters that are in no group, since DeepSpeed never updates them, with a warning; return the names of all that are in
+    no group."""
     trained = {name for group in names for name in group}
-    others = [n for n, p in model.named_parameters() if n not in trained and p.requires_grad]
+    without = [n for n, _ in model.named_parameters() if n not in trained]
+    others = [n for n in without if model.get_parameter(n).requires_grad]
     for name in others:
         model.get_parameter(name).requires_grad_(False)
     if others:
@@ -96,6 +98,7 @@ def freeze_others(model: nn.Module, names: Iterable[Iterable[str]]) -> None:
             len(others),
             others[0],
         )
+    return without
 
 
 def record_of(optimizer: torch.optim.Optimizer, names: Sequence[Sequence[str]]) -> records.Optimizer | None:

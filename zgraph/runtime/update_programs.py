@@ -24,6 +24,10 @@ from zgraph.update.owned_parameters import mesh_of, specs_here
 from zgraph.update.parameter_groups import Member
 from zgraph.update.states import States
 
+_Key = tuple[
+    tuple[tuple[str, str], ...], UpdateKind, float | None
+]  # (name, count) of each parameter, what ranks share, the norm
+
 
 @dataclass(frozen=True)
 class CompiledUpdate:
@@ -46,7 +50,7 @@ class UpdatePrograms:
     def __init__(self, rank: Rank, states: States) -> None:
         self.rank = rank
         self.states = states
-        self._programs: dict[tuple[tuple[tuple[str, str], ...], UpdateKind], CompiledUpdate] = {}
+        self._programs: dict[_Key, CompiledUpdate] = {}
         self._last: tuple[tuple[str, ...], CompiledUpdate] | None = None
 
     def histories(self) -> dict[str, History]:
@@ -78,7 +82,7 @@ class UpdatePrograms:
             return self._last[1]
         self.states.count_apart(names)
         members = [self.states.members.get(n, Member(n, None, -1)) for n in names]
-        key = tuple((m.name, m.count) for m in members), options.kind
+        key = tuple((m.name, m.count) for m in members), options.kind, options.clip_norm
         if key not in self._programs:
             self._programs[key] = self._make(members, options)
         self._last = names, self._programs[key]

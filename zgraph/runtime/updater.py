@@ -436,6 +436,20 @@ class Updater:
             rest()
 
     @contextlib.contextmanager
+    def unclipped(self) -> Iterator[None]:
+        """Let updates inside neither measure the gradients' norm nor clip by it. All ranks must do so."""
+        clip = self.options.clip_norm
+        self._clip_at(None)
+        try:
+            yield
+        finally:
+            self._clip_at(clip)
+
+    def _clip_at(self, norm: float | None) -> None:
+        self.options = replace(self.options, clip_norm=norm)
+        self.programs.forget_last()
+
+    @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
         """Put the averages in place of the weights, and the weights back at the end."""
         if self.options.ema is None:
