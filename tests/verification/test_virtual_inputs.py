@@ -48,6 +48,35 @@ class ReadsValues(nn.Module):
         return torch.cat([part.mean(0, keepdim=True) for part in self.head(x).split(sizes.tolist())])
 
 
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.gloo)])
+def test_values_of_rows_that_are_split_are_given_for_each_rank(compiled, request):
+    found = request.getfixturevalue("two").run(each_rank, True) if compiled else [each_rank(False)]
+    for refused, of_lists, right in found:
+        assert "the model takes the batch whole, and not the part of it that rank 0 of 2 would compute" in refused
+        assert "split_sizes to sum exactly to 4" in refused
+        assert "1 batches are given for 2 ranks" in of_lists[0]
+        assert "inputs[0][0] is [8, 4], inputs[1][0] [7, 4]" in of_lists[1]
+        assert right
+
+
+def each_rank(compiled):
+    torch.manual_seed(0)
+    plan, model = zgraph.Plan(backend="eager", zero=3, dynamic={"sizes": "value"}), ReadsValues()
+    x, sizes = torch.randn(8, 4), torch.tensor([3, 5])
+
+    def verify(inputs):
+        return zgraph.verify(model, plan, 2, inputs, lambda out: out.square().mean(), compiled=compiled)
+
+    with pytest.raises(zgraph.errors.SignatureError) as refused:
+        verify((x, sizes))
+    others = []
+    for wrong in ([(x, sizes)], [(x, sizes), (x[1:], sizes)]):
+        with pytest.raises(zgraph.errors.SignatureError) as caught:
+            verify(wrong)
+        others.append(str(caught.value))
+    return str(refused.value), others, verify([(x, sizes), (torch.randn(8, 4), sizes)]).ok
+
+
 def test_values_that_decide_are_declared_and_alike_on_all_ranks():
     plan = zgraph.Plan(backend="eager", zero=3, dynamic={"sizes": "value"})
     x = torch.randn(8, 4)

@@ -49,7 +49,7 @@ from zgraph.runtime.train_step import (
 from zgraph.torch_compat import inductor_code
 from zgraph.verification.reference_training import LossFn, Ran, ReferenceTraining, copy_hooks, tensors_of
 from zgraph.verification.unshared_inputs import own_inputs, share_memory
-from zgraph.verification.virtual_step import SCALE, data_rank, own_copy, rows_of
+from zgraph.verification.virtual_step import SCALE, GlobalBatch, data_rank, own_copy, rows_of, told_if_parted
 
 # The fraction of their norm by which a user's own optimizer moves the weights: a stale weight is then seen in any dtype.
 MOVED = 0.05
@@ -58,7 +58,7 @@ _CODES = 0.05  # the allowed relative error (in the norm) of 8-bit codes: one ma
 
 
 def compare_training(
-    model: nn.Module, plan: Plan, world: int, inputs: Inputs, loss_fn: LossFn
+    model: nn.Module, plan: Plan, world: int, inputs: GlobalBatch, loss_fn: LossFn
 ) -> tuple[Plan, list[Difference]]:
     """Train both models; return the plan that was run, and the differences on all ranks in the order of the steps.
 
@@ -71,8 +71,13 @@ def compare_training(
     if world > 1:
         init_process_group(device)
         _refuse_other_batch(inputs, world)
-    with restored(random_states(device), device), inductor_code.eager_random_numbers():
-        training = _Training(model, plan.for_world(world), world, inputs, loss_fn)
+    plan = plan.for_world(world)
+    with (
+        told_if_parted(model, inputs, plan.data_ranks(world)),
+        restored(random_states(device), device),
+        inductor_code.eager_random_numbers(),
+    ):
+        training = _Training(model, plan, world, inputs, loss_fn)
         training.run()
     own_differences, everyone = training.found, [training.found]
     if world > 1:
@@ -94,7 +99,7 @@ def _refuse_world(world: int) -> None:
         )
 
 
-def _refuse_other_batch(inputs: Inputs, world: int) -> None:
+def _refuse_other_batch(inputs: GlobalBatch, world: int) -> None:
     mine = [int(fingerprint(x)) for x in pytree.tree_leaves(inputs) if isinstance(x, torch.Tensor)]
     everyone: list[Any] = [None] * world
     dist.all_gather_object(everyone, mine)
@@ -137,7 +142,7 @@ def _refuse_plan(plan: Plan, model: nn.Module) -> None:
 class _Training:
     """The steps of both models, with the numbered list of differences `found`, in the order of the comparisons."""
 
-    def __init__(self, model: nn.Module, plan: Plan, world: int, inputs: Inputs, loss_fn: LossFn) -> None:
+    def __init__(self, model: nn.Module, plan: Plan, world: int, inputs: GlobalBatch, loss_fn: LossFn) -> None:
         sizes, ranks = plan.resolve_mesh(world), plan.data_ranks(world)
         self.staged = sizes.get(STAGE_DIM, 1) > 1
         self.world, self.rank = world, dist.get_rank() if world > 1 else 0

@@ -15,14 +15,13 @@ import torch
 from torch import nn
 
 from zgraph.api.compiled_training import compare_training
-from zgraph.build.planned_step import Inputs
 from zgraph.errors import refuse_no_bool, refuse_no_function, refuse_unless
 from zgraph.plan.plan import Plan, plan_of
 from zgraph.plan.wire import Wire
 from zgraph.program.tolerance import Difference
 from zgraph.verification.quantization_errors import CompressedValues
 from zgraph.verification.virtual_stages import VirtualPipeline
-from zgraph.verification.virtual_step import VirtualStep, virtual_step
+from zgraph.verification.virtual_step import GlobalBatch, VirtualStep, virtual_step
 
 
 @dataclass(frozen=True)
@@ -83,18 +82,18 @@ def verify(
     model: nn.Module,
     plan: Plan | None,
     world: int,
-    inputs: Inputs,
+    inputs: GlobalBatch,
     loss_fn: Callable[..., torch.Tensor] | None = None,
     *,
     compiled: bool = False,
 ) -> Verification:
     """Run the plan's program for `model` on `world` virtual ranks and compare it with the plain model.
 
-    `inputs` is the *global* batch (a tuple of args or a dict of kwargs): tensors with the largest dimension 0 are split on
-    it, all others go whole to every rank. `loss_fn(output)` returns the loss, a scalar, if the model's output has none.
-    Inputs whose values decide in forward have to be declared (`dynamic` of the plan). The model and the random state are
-    not changed. All ranks' values are held at once. For Inductor the program is its graph before kernels are generated,
-    with random numbers drawn as plain PyTorch draws them.
+    `inputs` is the *global* batch (a tuple of args or a dict of kwargs): tensors with the largest dimension 0 are split on it,
+    all others go whole to every rank. It may be a list of each data rank's own batch, of equal sizes. `loss_fn(output)` returns
+    the loss, a scalar, if the model's output has none. Inputs whose values decide in forward have to be declared (`dynamic` of
+    the plan). The model and the random state are not changed. All ranks' values are held at once. For Inductor the program is
+    its graph before kernels are generated, with random numbers drawn as plain PyTorch draws them.
 
     With mixed precision the plain model is PyTorch's own in that precision (parameters and inputs cast), and tolerances are
     those of the compute dtype.
@@ -117,11 +116,11 @@ def verify(
     (created under torchrun), whose ranks all call this with the same global batch, and get the same result. Dropout draws
     what plain PyTorch draws.
 
-    Raises `SignatureError` if the world does not divide the batch, `StepError` if micro-batches do not divide a rank's part of it,
-    `ModelError` if there is no loss, the model is compiled or on the meta device, `MeshError` if the plan's mesh does not
-    fit the world, `PlanError` if the model can't be cut by the plan; with `compiled` `MeshError` if the number of processes
-    is not `world`, `RankMismatchError` for ranks with different batches, `UnsupportedError` for updates that run late and
-    for `wire`; and what capture and passes raise (see `zgraph.compile`).
+    Raises `SignatureError` if the world does not divide the batch, or the model does not take a rank's part of it, `StepError`
+    if micro-batches do not divide that, `ModelError` if there is no loss, the model is compiled or on the meta device,
+    `MeshError` if the plan's mesh does not fit the world, `PlanError` if the model can't be cut by the plan; with `compiled`
+    `MeshError` if the number of processes is not `world`, `RankMismatchError` for ranks with different batches,
+    `UnsupportedError` for updates that run late and for `wire`; and what capture and passes raise (see `zgraph.compile`).
     """
     plan = plan_of(plan)
     _refuse_others(model, loss_fn, compiled)

@@ -67,6 +67,9 @@ SHAKEN = 3  # runs of a model in double precision, each with other last bits
 OWN_ROUNDING = 8.0  # how many times the plain model's own rounding error the same operations in another order may have
 _SAME_LOSS = 1e-2  # the largest difference of a loss in double precision that is still the same computation
 
+GlobalBatch = Inputs | list[Inputs]
+"""A batch of all ranks: one that is split, or a list of each rank's own."""
+
 Results = list[dict[tuple[str, str], torch.Tensor]]
 """A program's results, rank by rank: by what each is (see `Difference.what`) and its name."""
 
@@ -83,7 +86,7 @@ def virtual_step(
     model: nn.Module,
     plan: Plan,
     world: int,
-    inputs: Inputs,
+    inputs: GlobalBatch,
     loss_fn: Callable[..., torch.Tensor] | None = None,
 ) -> Iterator[VirtualStep]:
     """Prepare the step of `model` by `plan` on `world` virtual ranks. `inputs` are the global batch. Inside the context
@@ -92,7 +95,9 @@ def virtual_step(
     state = torch.get_rng_state()
     try:
         with inductor_code.eager_random_numbers():
-            yield VirtualStep(model, plan, world, inputs, loss_fn)
+            with told_if_parted(model, inputs, plan.for_world(world).data_ranks(world)):
+                step = VirtualStep(model, plan, world, inputs, loss_fn)
+            yield step
     finally:
         torch.set_rng_state(state)
 
@@ -139,7 +144,7 @@ class VirtualStep:
         model: nn.Module,
         plan: Plan,
         world: int,
-        inputs: Inputs,
+        inputs: GlobalBatch,
         loss_fn: Callable[..., torch.Tensor] | None,
     ) -> None:
         _refuse_incomparable(model)
@@ -640,8 +645,11 @@ def _with_constants(plan: Plan, forward: Callable[..., Any], calls: list[Any]) -
     return with_values(None, first)
 
 
-def rows_of(inputs: Inputs, rank: int, world: int) -> Inputs:
-    """Return a rank's part of the global batch: a slice of each tensor with the most rows, all others whole."""
+def rows_of(inputs: GlobalBatch, rank: int, world: int) -> Inputs:
+    """Return a rank's part of the global batch: a slice of each tensor with the most rows, all others whole. Of a list
+    it is the rank's own. Raises `SignatureError` for a list of another length, or of batches of other sizes."""
+    if isinstance(inputs, list):
+        return own_inputs(_own_of(inputs, rank, world))  # type: ignore[no-any-return]
     sizes = {leaf.shape[0] for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.dim()}
     batch = max(sizes, default=0)
 
@@ -659,6 +667,58 @@ def rows_of(inputs: Inputs, rank: int, world: int) -> Inputs:
 
     # (copies: products of two slices of one batch may differ in the last bit in some libraries, by their alignment)
     return own_inputs(pytree.tree_map(cut, inputs))  # type: ignore[no-any-return]
+
+
+def _own_of(batches: list[Inputs], rank: int, world: int) -> Inputs:
+    if len(batches) != world:
+        raise SignatureError(
+            f"{len(batches)} batches are given for {world} ranks that compute batches of their own",
+            where="inputs",
+            hint="a list has one for each; a tuple or dict is the batch of all, and is split",
+        )
+    leaves = [pytree.tree_leaves_with_path(one) for one in batches]
+    sizes = [{pytree.keystr(p): list(x.shape) for p, x in of if isinstance(x, torch.Tensor)} for of in leaves]
+    other = next((number for number, one in enumerate(sizes) if one != sizes[0]), None)
+    if other is not None:
+        path = next(path for path in [*sizes[0], *sizes[other]] if sizes[0].get(path) != sizes[other].get(path))
+        raise SignatureError(
+            f"ranks' batches have other sizes: inputs[0]{path} is {sizes[0].get(path)}, inputs[{other}]{path} {sizes[other].get(path)}",
+            where="inputs",
+            why="one program is verified, with the sizes of its inputs as numbers",
+            hint="give batches of equal sizes",
+        )
+    return batches[rank]
+
+
+@contextlib.contextmanager
+def told_if_parted(model: nn.Module, inputs: GlobalBatch, ranks: int) -> Iterator[None]:
+    """Raise `SignatureError` in place of an error inside if the plain model takes the batch whole, and not a rank's part of it."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(inputs, list) or ranks < 2 or isinstance(error, SignatureError) or _refusal(model, inputs):
+            raise
+        refusals = {rank: _refusal(model, rows_of(inputs, rank, ranks)) for rank in range(ranks)}
+        refused = next((rank for rank, said in refusals.items() if said), None)
+        if refused is None:
+            raise
+        raise SignatureError(
+            f"the model takes the batch whole, and not the part of it that rank {refused} of {ranks} would compute",
+            where="inputs",
+            why=f"what has the most rows is split over the ranks, and does not go with what is given whole: {refusals[refused]}",
+            hint="give a list of each rank's own batch: inputs=[(…), (…)]",
+        ) from error
+
+
+def _refusal(model: nn.Module, inputs: Inputs) -> str:
+    """Return the first line of the plain model's error with these inputs; "" if there is none."""
+    args, kwargs = own_inputs(split_inputs(inputs))
+    try:
+        with torch.no_grad():
+            own_copy(model)(*args, **kwargs)
+    except Exception as error:
+        return str(error).partition("\n")[0] or type(error).__name__
+    return ""
 
 
 def cast_to(value: Any, dtype: torch.dtype | None) -> Any:
