@@ -71,6 +71,25 @@ def test_values_of_another_shape_are_refused(two):
     two.run(setters)
 
 
+def conversions(stage):
+    engine = engine_of(stage)
+    engine.backward(loss_of(engine))
+    engine.step()
+    before = [p.full_tensor().clone() for p in engine.module.parameters()]
+    assert engine.to("cpu") is engine and engine.float() is engine and engine.to(torch.float32) is engine
+    said = refused(engine.half, UnsupportedError)
+    assert "0.weight is torch.float32 on cpu, and would be torch.float16 on cpu" in said and "fp16 in the conf" in said
+    assert all(torch.equal(a, b.full_tensor()) for a, b in zip(before, engine.module.parameters(), strict=True))
+    engine.backward(loss_of(engine))
+    engine.step()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_engine_stays_as_it_is_when_it_is_moved_or_cast(two, stage):
+    """A script says `engine.to(device)` in places; what it is on already is no change, and the rest is refused."""
+    two.run(conversions, stage)
+
+
 def unused_weights(stage):
     """The weights of two heads after steps that use one, with weight decay and momentum."""
 

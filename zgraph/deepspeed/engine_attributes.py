@@ -64,6 +64,22 @@ class Attributes(nn.Module):
             )
         super().__setattr__(name, value)
 
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Attributes:
+        """Return the engine where `to`, `half`, `cuda` and others ask for what there is already.
+
+        Raises `UnsupportedError` where they would change weights or buffers, before anything is changed.
+        """
+        for name, tensor in [*self.module.named_parameters(), *self.module.named_buffers()]:
+            if not tensor.is_meta and (changed := fn(tensor)) is not tensor:
+                raise UnsupportedError(
+                    f"an engine's weights and buffers can't be moved or cast: {name} is {tensor.dtype} on {tensor.device}, and would be "
+                    f"{changed.dtype} on {changed.device}",
+                    why="its programs are compiled for where and what they are",
+                    hint="bf16 or fp16 in the configuration; or move and cast the model before initialize. Whole weights to take elsewhere: "
+                    "engine.save_16bit_model, engine.module.save_pretrained",
+                )
+        return self
+
     # -- what is trained ------------------------------------------------------------------------------------------------
     @property
     def pipeline_parallelism(self) -> bool:
