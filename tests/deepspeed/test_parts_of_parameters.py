@@ -8,7 +8,7 @@ from torch import nn
 
 import zgraph.deepspeed as deepspeed
 from zgraph.deepspeed import utils
-from zgraph.errors import ModelError, StepError, UnsupportedError
+from zgraph.errors import ModelError, PlanError, StepError, UnsupportedError
 
 
 def engine_of(stage, **others):
@@ -88,6 +88,31 @@ def conversions(stage):
 def test_an_engine_stays_as_it_is_when_it_is_moved_or_cast(two, stage):
     """A script says `engine.to(device)` in places; what it is on already is no change, and the rest is refused."""
     two.run(conversions, stage)
+
+
+def under_autocast(stage, by_hand):
+    section = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+    engine = engine_of(stage, **({} if by_hand else section))
+    losses = []
+    for _ in range(3):
+        with torch.autocast("cpu", torch.bfloat16, enabled=by_hand):
+            output = engine(torch.ones(2, 6) * (1 + dist.get_rank()))
+        assert output.dtype == torch.bfloat16 and next(engine.module.parameters()).dtype == torch.float32
+        loss = output.float().square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    if not by_hand:
+        rows = {row.key: row.verdict for row in engine.report.rows}
+        assert rows["torch_autocast.enabled"] == rows["torch_autocast.dtype"] == "applied"
+        said = refused(lambda: engine_of(stage, torch_autocast={"enabled": True, "dtype": "float16"}), PlanError)
+        assert "torch_autocast.enabled" in said
+    return losses
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_autocast_of_the_configuration_is_that_of_a_script(two, stage):
+    assert two.run(under_autocast, stage, False) == two.run(under_autocast, stage, True)
 
 
 def unused_weights(stage):

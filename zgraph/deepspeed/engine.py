@@ -252,7 +252,7 @@ class DeepSpeedEngine(Checkpoints, Settings, Unsupported, Attributes):  # type: 
         """Return the model's own output."""
         if torch.is_grad_enabled():
             self.tput_timer.start()
-        with self._log.timed("forward"):
+        with self._log.timed("forward"), self._autocast():
             output = self.module(*args, **kwargs)
         if torch.is_grad_enabled():
             self._accumulate(self._outer or not self._ends())
@@ -260,6 +260,12 @@ class DeepSpeedEngine(Checkpoints, Settings, Unsupported, Attributes):  # type: 
                 if tensor.grad_fn is not None:
                     tensor.register_hook(self._divided)
         return output
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the context that `torch_autocast` asks for. (Without it, a script's own autocast around the engine is captured.)"""
+        if self.torch_autocast_enabled():  # type: ignore[attr-defined]
+            return torch.autocast(self.device.type, self.torch_autocast_dtype())
+        return contextlib.nullcontext()
 
     def _divided(self, grad: torch.Tensor | None) -> torch.Tensor | None:
         """Scale an output's gradient (None where none reaches it) to the micro-batch's share, in a backward that the

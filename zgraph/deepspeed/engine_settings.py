@@ -157,7 +157,7 @@ class Settings:
         return True
 
     def torch_autocast_dtype(self) -> torch.dtype | None:
-        """Return the dtype that `torch_autocast` names; None without the section. (It is not supported: see its key.)"""
+        """Return the dtype that `torch_autocast` names; None without the section."""
         named = value_of(self.config, "torch_autocast.dtype")
         return None if named is None else getattr(torch, DTYPES.get(str(named).lower(), str(named)))
 

@@ -42,6 +42,7 @@ from zgraph.deepspeed.read_config import Config, fill, read
 from zgraph.deepspeed.recompile import recompile
 from zgraph.deepspeed.report import Report, Row
 from zgraph.deepspeed.step_hooks import clip_alone, pass_over
+from zgraph.deepspeed.translate import DTYPES
 from zgraph.deepspeed.translate import report as report_on
 from zgraph.deepspeed.unsupported import InitializeMisuse
 from zgraph.deepspeed.update_of_zeros import begins_with_zeros, update_of_zeros
@@ -196,18 +197,15 @@ def _planned(config: dict[str, Any], given: Given, model: nn.Module) -> tuple[Pl
         translated["optimizer"] = {"type": "AdamW"}
     if given.scheduler is not None:
         translated.pop("scheduler", None)
-    summed = translated.get("gradient_allreduce_op") == "sum" and not isinstance(model, PipelineModule)
-    if summed:
-        del translated["gradient_allreduce_op"]
+    by_engine = [] if isinstance(model, PipelineModule) else _by_engine(translated)
     report = report_on(translated, world=comm.get_world_size(), model=model)
     plan = report.require_plan()
     if own:
         report = _overridden(report, config, "optimizer", given.written)
     if given.scheduler is not None:
         report = _overridden(report, config, "scheduler", given.written)
-    if summed:
-        said = "the engine multiplies each loss by the data-parallel ranks, over which the plan averages"
-        report = replace(report, rows=(*report.rows, Row("gradient_allreduce_op", "sum", "applied", said)))
+    keys = {row.key for row in by_engine}
+    report = replace(report, rows=(*(row for row in report.rows if row.key not in keys), *by_engine))
     record = _of_model(plan.resolved_precision(), config)
     fields: dict[str, Any] = {"precision": _precision(record)}
     if own:
@@ -229,6 +227,21 @@ def _planned(config: dict[str, Any], given: Given, model: nn.Module) -> tuple[Pl
         fields["numerics"] = None
     asked = config.get("zgraph") or {}  # (the plan has these fields already)
     return plan.model_copy(update={k: v for k, v in fields.items() if k not in asked}), report
+
+
+def _by_engine(config: dict[str, Any]) -> list[Row]:
+    """Take out of a configuration what an engine does and no plan; return the report's rows on it."""
+    rows = []
+    if config.get("gradient_allreduce_op") == "sum":
+        del config["gradient_allreduce_op"]
+        said = "the engine multiplies each loss by the data-parallel ranks, over which the plan averages"
+        rows.append(Row("gradient_allreduce_op", "sum", "applied", said))
+    section, enabled, dtype = config.get("torch_autocast"), "torch_autocast.enabled", "torch_autocast.dtype"
+    if value_of(config, enabled) is True and DTYPES.get(str(value_of(config, dtype)).lower()) == "bfloat16":
+        config["torch_autocast"] = {**section, "enabled": False}  # type: ignore[dict-item]
+        said = "the engine's forward runs in torch.autocast; weights, and the reduction of their gradients, keep their dtype"
+        rows += [Row(enabled, True, "applied", said), Row(dtype, section["dtype"], "applied", "torch.bfloat16")]  # type: ignore[index]
+    return rows
 
 
 def _overridden(report: Report, config: dict[str, Any], section: str, written: Mapping[str, str]) -> Report:

@@ -113,7 +113,8 @@ KEYS: dict[str, Key] = {
     "torch_autocast.enabled": _refused(
         "bool",
         "a plan has one precision, which is no context",
-        "call the model inside torch.autocast, which is captured with it, or ask for bf16",
+        "call the model inside torch.autocast, which is captured with it, or ask for bf16; initialize's engine does it for bfloat16, "
+        "but a pipeline's",
         False,
     ),
     "torch_autocast.dtype": _nothing("text", "it belongs to autocast"),
