@@ -353,6 +353,19 @@ def test_nccl_without_a_gpu_is_gloo_and_says_so(caplog, monkeypatch):
         deepspeed.init_distributed(dist_init_required=False)
 
 
+def test_a_group_of_one_beside_ranks_of_a_launcher_is_refused(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    deepspeed.init_distributed()
+    assert dist.get_world_size() == 1
+    for launched in ("1", "many"):
+        monkeypatch.setenv("WORLD_SIZE", launched)
+        deepspeed.init_distributed()
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    with pytest.raises(MeshError, match=r"alone, and WORLD_SIZE is 8\n.*each rank would train a model of its own"):
+        deepspeed.initialize(model=nn.Linear(2, 2), config=CONFIG)
+
+
 @pytest.mark.parametrize(
     "environ, options, minutes",
     [

@@ -114,12 +114,13 @@ def init_distributed(
 
     The ranks come from the variables of torchrun, Slurm, MPI, AzureML or SageMaker; without them this process is the only
     rank. "nccl" without a GPU becomes gloo, with a warning. `timeout` is 30 minutes by default, or DEEPSPEED_TIMEOUT
-    (minutes). Raises `MeshError` if there is no process group and `dist_init_required` is False, and if the address of rank
-    0 is unknown.
+    (minutes). Raises `MeshError` if there is no process group and `dist_init_required` is False, if the address of rank
+    0 is unknown, and if this process has a group of its own beside ranks that a launcher has started.
     """
     if config is not None:
         configure(deepspeed_config=config)
     if dist.is_initialized():
+        _refuse_alone()
         return
     if dist_init_required is False:
         raise MeshError(
@@ -152,6 +153,17 @@ def init_distributed(
     dist.init_process_group(backend, timeout=limit)
     if verbose and dist.get_rank() == 0:
         logger.info("made a process group of %d ranks over %s", dist.get_world_size(), backend)
+
+
+def _refuse_alone() -> None:
+    """Raise `MeshError` if the process group is of this process alone, and a launcher has started several ranks."""
+    launched = os.environ.get("WORLD_SIZE", "")
+    if dist.get_world_size() == 1 and launched.isdigit() and int(launched) > 1:
+        raise MeshError(
+            f"the process group has this process alone, and WORLD_SIZE is {launched}",
+            why="each rank would train a model of its own",
+            hint="call init_distributed before what has made that group, such as a library that loads the model; or unset WORLD_SIZE",
+        )
 
 
 def _backend(asked: str | None) -> str:
