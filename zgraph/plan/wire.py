@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal, get_args
 
-from pydantic import Field, StrictBool, StrictInt
+from pydantic import Field, StrictBool, StrictInt, model_validator
 
+from zgraph.errors import PlanError
 from zgraph.record import Record
 
 __all__ = ["Wire"]
@@ -63,6 +64,16 @@ class Wire(Record, frozen=True):
     exact: tuple[str, ...] = Field(
         default=(), description="patterns of names of parameters that are sent as they are, with their gradients"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _say_how_it_is_written(cls, given: Any) -> Any:
+        if not isinstance(given, str):
+            return given
+        record = '{"auto": True, "max_error": 0.005}'
+        if given in get_args(Format):
+            record = f'{{"gather": "{given}", "reduce": "{given}"}}'
+        raise PlanError(f"{given!r} is no record", why="weights and gradients have a format each", hint=f"wire={record}")
 
     @property
     def compresses(self) -> bool:

@@ -245,6 +245,8 @@ def test_it_learns_with_micro_batches_and_clipping(two: Ranks) -> None:
         ({"wire": {"gather": "int8"}, "zero": 0}, "zero is 0"),
         ({"wire": {"gather": "int3"}}, "gather"),
         ({"wire": {"gathers": "int8"}}, "gather"),
+        ({"wire": "int8"}, r'wire={"gather": "int8", "reduce": "int8"}'),
+        ({"wire": "auto"}, r'wire={"auto": True, "max_error": 0.005}'),
         ({"wire": {"reduce": "int8", "block": 1}}, "block"),
         ({"wire": {"hierarchical": True}, "mesh": {"replicate": 2, "dp": 2}}, "as they are"),
         ({"wire": {"reduce": "int4", "hierarchical": True}}, "mesh.replicate is 1"),
