@@ -249,6 +249,30 @@ def test_what_a_loss_function_gets_whole_is_not_refused_for_its_rows():
         torch.testing.assert_close(2 * mine.grad, its.grad)  # (the mean of both micro-batches)
 
 
+class Scaled(nn.Module):
+    """Two features, each with a scale; or two rows, each with a weight; beside an offset of one row for all."""
+
+    def __init__(self, of_rows):
+        super().__init__()
+        torch.manual_seed(1)
+        self.out, self.of_rows = nn.Linear(4, 2), of_rows
+
+    def forward(self, x, scales, offset):
+        h = self.out(x) + offset
+        return (h.sum(-1) * scales).square().mean() if self.of_rows else (h * scales).square().mean()
+
+
+def test_what_is_no_batch_is_found_in_micro_batches_of_one_row_as_well():
+    inputs, plain = (torch.randn(2, 4), torch.rand(2), torch.randn(1, 2)), Scaled(True)
+    plain(*inputs).backward()
+    grads = train(Scaled(True), *inputs)
+    torch.testing.assert_close(grads, [p.grad for p in plain.parameters()])
+    with pytest.raises(StepError, match="size of the batch, and forward never reads"):
+        train(Scaled(False), *inputs)
+    with pytest.raises(StepError, match="is no batch: forward takes its elements"):
+        train(Recurrent(False), torch.randn(2, 3, 4))
+
+
 class Sums(nn.Module):
     """Rows beside as many features."""
 

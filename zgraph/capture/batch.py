@@ -12,6 +12,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zgraph.capture.call_signature import batch_size
 from zgraph.errors import StepError
 from zgraph.passes.analysis.axes import Axes
 from zgraph.passes.spmd.sharding_rules import operands_of
@@ -22,9 +23,45 @@ from zgraph.program.sizes import static
 
 aten = torch.ops.aten
 _PRODUCTS = (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default)
+Call = tuple[tuple[Any, ...], dict[str, Any]]
 _SOFTMAX = (aten._softmax.default, aten._safe_softmax.default)
 _APART = {aten.select.int: (1, 0), aten.unbind.int: (1, 0), aten.split.Tensor: (2, 0)}
 """Operators that take a tensor apart: (position of the dimension among the arguments, its default)."""
+
+
+def refuse_no_batch(
+    program: Program,
+    call: Call,
+    flat: Sequence[Any],
+    is_part: Callable[[torch.Tensor], bool],
+    captured_at: Callable[[Call], tuple[Program, Sequence[Any]]],
+) -> None:
+    """Raise `StepError` if the program of a micro-batch's `call`, whose flat inputs are `flat`, shows that what was cut from the
+    batch (by `is_part`) is none. A program of one row shows nothing: the model is captured once more (`captured_at`), for two.
+    """
+    size = batch_size(*call)
+    if size == 1:
+        call, size = _twice(call, is_part), 2
+        try:
+            program, flat = captured_at(call)
+        except Exception:  # (a model that takes one row at a time: what its rows are is not known)
+            return
+    if size is not None:
+        refuse_other_dimensions(program, parts_of(call, flat, is_part), size)
+
+
+def _twice(call: Call, is_part: Callable[[torch.Tensor], bool]) -> Call:
+    """Return a call of one row with each of its parts twice: a tensor that occurs in several places is one tensor again."""
+    made: dict[int, torch.Tensor] = {}
+
+    def twice(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.shape[0] != 1 or not is_part(leaf):
+            return leaf
+        if id(leaf) not in made:
+            made[id(leaf)] = torch.cat([leaf.detach(), leaf.detach()]).requires_grad_(leaf.requires_grad)
+        return made[id(leaf)]
+
+    return pytree.tree_map(twice, call)  # type: ignore[no-any-return]
 
 
 def refuse_other_dimensions(program: Program, inputs: Sequence[tuple[str, torch.Tensor, int]], size: int) -> None:

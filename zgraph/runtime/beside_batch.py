@@ -22,6 +22,9 @@ class BesideBatch:
     def __init__(self) -> None:
         self._known: set[tuple[str, int]] = set()  # (name, number of dimensions) of each
         self._now: dict[tuple[str, int], torch.Tensor] = {}  # those that are given whole in the step under way
+        # the parts (names, numbers of dimensions) of micro-batches of one row that were checked to be of a batch
+        self.checked: set[tuple[tuple[str, int], ...]] = set()
+        self._uncut: list[torch.Tensor] = []  # these, and tensors of a single row that are for all rows
 
     def of(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
         """Begin a step with this whole batch for forward; return the numbers of its flat inputs that are no part of it.
@@ -32,18 +35,20 @@ class BesideBatch:
         positional = [p.name for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
         rows = batch_size(args, kwargs)
         beside = set()
-        self._now = {}
+        self._now, self._uncut = {}, []
         for number, (path, leaf) in enumerate(inputs_by_path(positional, args, kwargs).items()):
             if not isinstance(leaf, torch.Tensor) or not leaf.dim():
                 continue
+            if leaf.shape[0] != rows:
+                self._uncut.append(leaf)
             if leaf.shape[0] not in (1, rows) or (path, leaf.dim()) in self._known:
                 self._now[path, leaf.dim()] = leaf
                 beside.add(number)
         return beside
 
     def is_part(self, x: torch.Tensor) -> bool:
-        """Return whether a tensor of a micro-batch of the step under way is cut from the batch, or has no other rows."""
-        return not any(x is whole for whole in self._now.values())
+        """Return whether a tensor of a micro-batch of the step under way is cut from the batch."""
+        return not any(x is whole for whole in (*self._now.values(), *self._uncut))
 
     @contextlib.contextmanager
     def step(self, parts: int) -> Iterator[None]:

@@ -20,6 +20,7 @@ from torch import nn
 from zgraph.build.build_context import BuildContext
 from zgraph.build.step_program import Entry, StepProgram
 from zgraph.build.update_program import resident_of
+from zgraph.capture.batch import Call
 from zgraph.capture.call_signature import batch_rows, brief
 from zgraph.capture.capture import Trace, trace
 from zgraph.capture.former_storages import former_storages
@@ -33,7 +34,7 @@ from zgraph.parameters.layout import with_requires_grad
 from zgraph.parameters.shards import Shards, Sums
 from zgraph.plan.plan import Plan
 from zgraph.plan.shapes import buckets_of
-from zgraph.program.program import InputRole, OutputRole, ParamSpec
+from zgraph.program.program import InputRole, OutputRole, ParamSpec, Program
 from zgraph.program.remark import Remark
 from zgraph.ranks import heartbeat, progress
 from zgraph.runtime.adapted_schedule import AdaptedSchedule
@@ -200,12 +201,17 @@ class Runtime(Rank):
 
     def _trace(
         self,
-        call: tuple[tuple[Any, ...], dict[str, Any]],
+        call: Call,
         specs: dict[str, ParamSpec],
         open_sizes: SymbolicSizes | None = None,
     ) -> Trace:
         precision = self.plan.resolved_precision()
         return trace(self.module, self.forward_function, *call, specs, self.sizes, self.device, precision, open_sizes)
+
+    def captured_at(self, call: Call) -> tuple[Program, Sequence[Any]]:
+        """Return the program that is captured for another call, and this call's flat inputs."""
+        traced = self._trace(call, with_requires_grad(self.shards.specs, self.shards.params()))
+        return traced.joint(traced.pattern, {}, "whole"), traced.flat.flatten(self.module, *call)
 
     def prepare(self, step: StepProgram) -> None:
         """Compile what a plain step needs, before anything runs. (Ranks compare each program before it is compiled.)

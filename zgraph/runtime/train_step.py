@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from zgraph.build.step_program import Entry
-from zgraph.capture.batch import LossOperators, parts_of, refuse_other_dimensions
+from zgraph.capture.batch import LossOperators, parts_of, refuse_no_batch
 from zgraph.capture.call_signature import batch_size
 from zgraph.capture.capture import find_loss
 from zgraph.capture.ignored_targets import IGNORED, TARGETS, Ignores, LossesSeen, ignored_of
@@ -210,10 +210,12 @@ def split_batch(
 
 def _check_batch(runtime: Runtime, entry: Entry, call: Call) -> None:
     """Raise `StepError` if the program shows that what was cut into micro-batches is not a batch."""
-    size = batch_size(*call)
-    if size is not None:
-        flat = entry.trace.flat.flatten(runtime.module, *call)
-        refuse_other_dimensions(entry.program().captured, parts_of(call, flat, runtime.beside_batch.is_part), size)
+    flat = entry.trace.flat.flatten(runtime.module, *call)
+    beside = runtime.beside_batch
+    parts = tuple((name, x.dim()) for name, x, _ in parts_of(call, flat, beside.is_part))
+    if batch_size(*call) != 1 or parts not in beside.checked:  # (for one row that takes a capture)
+        refuse_no_batch(entry.program().captured, call, flat, beside.is_part, runtime.captured_at)
+        beside.checked.add(parts)
     entry.batch_known = True
 
 

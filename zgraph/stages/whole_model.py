@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,14 +11,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zgraph.capture.batch import parts_of, refuse_other_dimensions
+from zgraph.capture.batch import Call, refuse_no_batch
 from zgraph.capture.call_signature import batch_size, signature
 from zgraph.capture.capture import Trace, trace
 from zgraph.capture.ignored_targets import LossesSeen
 from zgraph.capture.symbolic_capture import SymbolicSizes
 from zgraph.parameters.layout import with_requires_grad
 from zgraph.plan.plan import Plan
-from zgraph.program.program import STAGE_DIM, ParamSpec
+from zgraph.program.program import STAGE_DIM, ParamSpec, Program
 from zgraph.ranks.agreement import Agreement
 from zgraph.runtime.beside_batch import BesideBatch
 from zgraph.runtime.train_step import cut_batch, for_forward, loss_of, named
@@ -62,6 +62,14 @@ class WholeModel:
         first, rest, others = for_forward(self, *cut_batch(self, args, kwargs, parts, uneven=None)[0])
         return self.captured("train0", *first, rest=rest, others=others, by_loss=trains)
 
+    def _captured_at(self, call: Call) -> tuple[Program, Sequence[Any]]:
+        """Return the program that is captured for another call, and this call's flat inputs."""
+        specs = with_requires_grad(self.specs, dict(self.module.named_parameters(remove_duplicate=False)))
+        of_mesh, precision = within(self.sizes), self.plan.resolved_precision()
+        with without_fast_path():
+            traced = trace(self.module, self.forward_function, *call, specs, of_mesh, self.device, precision)
+        return traced.joint(traced.pattern, {}, "whole"), traced.flat.flatten(self.module, *call)
+
     def captured(
         self,
         name: str,
@@ -101,10 +109,9 @@ class WholeModel:
         wanted = loss if self.loss_fn is not None and by_loss else None
         pattern = loss_pattern(traced, wanted, self.module, args, kwargs)
         joint = joint_of(traced, self.plan, name, pattern)
-        size = batch_size(args, kwargs)
-        if self.staged and self.plan.micro_batches > 1 and size is not None:
+        if self.staged and self.plan.micro_batches > 1:
             flat = traced.flat.flatten(self.module, args, kwargs)
-            refuse_other_dimensions(joint, parts_of((args, kwargs), flat, self.beside_batch.is_part), size)
+            refuse_no_batch(joint, (args, kwargs), flat, self.beside_batch.is_part, self._captured_at)
         return Capture(
             signature(self.module, args, kwargs),
             traced,
