@@ -73,7 +73,9 @@ class Wire(Record, frozen=True):
         record = '{"auto": True, "max_error": 0.005}'
         if given in get_args(Format):
             record = f'{{"gather": "{given}", "reduce": "{given}"}}'
-        raise PlanError(f"{given!r} is no record", why="weights and gradients have a format each", hint=f"wire={record}")
+        raise PlanError(
+            f"{given!r} is no record", why="weights and gradients have a format each", hint=f"wire={record}"
+        )
 
     @property
     def compresses(self) -> bool:
