@@ -110,3 +110,17 @@ def test_ranks_with_fewer_batches_are_not_joined(monkeypatch: pytest.MonkeyPatch
         with pytest.raises(ModelError, match="join_uneven_inputs can't be had") as caught:
             accelerator.join_uneven_inputs([model], even_batches=False)
         assert "even_batches=True" in str(caught.value)
+
+
+def test_local_sgd_is_refused_before_its_first_step(monkeypatch: pytest.MonkeyPatch):
+    from accelerate.local_sgd import LocalSGD
+    from accelerate.utils import DistributedType
+
+    with as_launched():
+        accelerator, model, _, _ = prepared(zgraph.Plan(backend="eager"), 8, 2)
+        monkeypatch.setattr(type(accelerator), "distributed_type", DistributedType.MULTI_CPU)
+        with pytest.raises(ModelError, match="LocalSGD can't train a compiled model") as caught:
+            LocalSGD(accelerator, model, local_sgd_steps=2).__enter__()
+        assert "local_steps" in str(caught.value)
+        with LocalSGD(accelerator, model, local_sgd_steps=2, enabled=False), model.no_sync():
+            pass

@@ -125,6 +125,8 @@ def refusals() -> list[str]:
             with pytest.raises(ModelError, match="a number is read of a tensor that is divided") as caught:
                 read(p.grad)
             found.append(str(caught.value.where))
+    with pytest.raises(ModelError, match="a number is read of a tensor that is divided"):
+        torch.optim.SGD(made.parameters(), 0.1).step(lambda: made[0].weight.norm().item())
     # What says the same on all ranks is read as before, and what the hints name is right.
     assert (made[0].weight.grad.norm() > 0) and torch.equal(made[0].weight, made[0].weight)
     whole = {name: float(p.grad.full_tensor().norm()) for name, p in made.named_parameters()}

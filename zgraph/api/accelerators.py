@@ -66,6 +66,17 @@ def refuse_dispatched(model: nn.Module) -> None:
         )
 
 
+def refuse_local_sgd() -> None:
+    """Raise `ModelError` if it is accelerate's LocalSGD that enters the context manager which calls this."""
+    library = sys.modules.get("accelerate.local_sgd")
+    if library is not None and isinstance(sys._getframe(3).f_locals.get("self"), library.LocalSGD):
+        raise ModelError(
+            "accelerate's LocalSGD can't train a compiled model",
+            why="ranks that hold parts of one model take each step together, and it averages models that each rank has whole",
+            hint="local_steps in the plan, by which ranks or groups of them train by themselves for some steps; or leave LocalSGD out",
+        )
+
+
 class ForAccelerate:
     """The value of the attribute by which accelerate asks whether a model is prepared already.
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zgraph.api import fsdp_methods
-from zgraph.api.accelerators import ForAccelerate
+from zgraph.api.accelerators import ForAccelerate, refuse_local_sgd
 from zgraph.api.full_weights import generate_of, keep_whole
 from zgraph.api.local_weights import watch_state_dicts
 from zgraph.api.peft_adapters import is_adapted, save_adapters, unwatch_allocators, watch_allocators
@@ -259,6 +259,7 @@ class Handle(Compiled):
         At ZeRO stages 0 and 1 `.grad` is meanwhile a DTensor of placement `Partial("avg")`: this rank's own sum. Stages 2
         and 3 keep only shards of gradients, so they reduce each time, inside as well; the results are the same.
         """
+        refuse_local_sgd()
         with self.runtime.no_sync():
             yield
 

@@ -37,7 +37,6 @@ from zgraph.deepspeed.unsupported import EngineMisuse, Unsupported
 from zgraph.deepspeed.utils.logging import logger, no_effect
 from zgraph.deepspeed.utils.timer import ThroughputTimer
 from zgraph.errors import ModelError, StepError
-from zgraph.parameters.whole_numbers import WholeNumbers
 
 
 @dataclass
@@ -467,8 +466,7 @@ class DeepSpeedEngine(Checkpoints, Settings, Unsupported, Attributes):  # type: 
         if applied:
             training.stepping = True
             try:
-                with WholeNumbers():
-                    training.optimizer.step()
+                training.optimizer.step()
             finally:
                 training.stepping = False
         self.handle.zero_grad()

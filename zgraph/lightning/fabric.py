@@ -23,7 +23,6 @@ from zgraph.lightning.compiled_modules import SELF, compile_modules, compiled_mo
 from zgraph.lightning.state_dicts import cut_state, same_buffers, whole_state
 from zgraph.lightning.uncompiled_steps import explained_update, refuse_divided, refuse_plain_loss
 from zgraph.lightning.unsupported import refuse_optimizers, refuse_plan, refuse_precision, refuse_several_parts
-from zgraph.parameters.whole_numbers import WholeNumbers
 from zgraph.plan.plan import Plan
 from zgraph.update.optimizer import PlanOptimizer
 
@@ -123,13 +122,13 @@ class ZGraphStrategy(DDPStrategy):
         super().backward(tensor, module, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Run a closure, if there is one, then Fabric's own step without it, in which sums over shards are whole."""
+        """Run a closure, if there is one, then Fabric's own step without it."""
         if isinstance(optimizer, PlanOptimizer):
             return super().optimizer_step(optimizer, **kwargs)
         closure = kwargs.pop("closure", None)
         result = closure() if closure is not None else None
         given = {"closure": lambda: result} if closure is not None else {}
-        with WholeNumbers(), explained_update(optimizer):
+        with explained_update(optimizer):
             return super().optimizer_step(optimizer, **given, **kwargs)
 
     def clip_gradients_norm(self, *args: Any, **kwargs: Any) -> torch.Tensor:

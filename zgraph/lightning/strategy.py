@@ -31,7 +31,6 @@ from zgraph.lightning.unsupported import (
     refuse_trainer,
     refuse_two_clippings,
 )
-from zgraph.parameters.whole_numbers import WholeNumbers
 from zgraph.plan.plan import Plan
 from zgraph.update.optimizer import PlanOptimizer
 
@@ -143,12 +142,12 @@ class ZGraphStrategy(DDPStrategy):
             yield
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Run the closure, then Lightning's own step of an optimizer without it, in which sums over shards are whole; the plan's
+        """Run the closure, then Lightning's own step of an optimizer without it; the plan's
         optimizer takes no closure."""
         with explained("optimizer_step"):
             if not isinstance(optimizer, PlanOptimizer):
                 result = closure()
-                with WholeNumbers(), explained_update(optimizer):
+                with explained_update(optimizer):
                     return super().optimizer_step(optimizer, lambda: result, model, **kwargs)
         result = self.precision_plugin._wrap_closure(model or self.lightning_module, optimizer, closure)
         optimizer.step()

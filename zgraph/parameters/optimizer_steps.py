@@ -1,4 +1,4 @@
-"""Counts the steps that torch's optimizers make on sharded parameters.
+"""Counts the steps that torch's optimizers make on sharded parameters, and refuses those of LBFGS.
 
 A foreach operator on DTensors bumps no version, so nothing on a parameter shows that an optimizer has stepped. Nor does
 a parameter learn that an optimizer takes it: an optimizer may be made, or given a parameter group, at any time. What
@@ -12,7 +12,11 @@ import weakref
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from zgraph.errors import ModelError
+from zgraph.torch_compat.operators_of_shards import is_divided, is_of_a_model
 
 _STEPS = "_zgraph_steps"  # in the __dict__ of a sharded parameter: steps of torch's optimizers on it
 
@@ -30,23 +34,40 @@ def count_steps_on(param: torch.Tensor) -> None:
 def watch_optimizers(owner: Any) -> None:
     """Count steps while `owner`, which holds the shards of a model, lives."""
     _Hook.owners += 1
-    if _Hook.handle is None:
-        _Hook.handle = register_optimizer_step_post_hook(_count_step)
+    if not _Hook.handles:
+        _Hook.handles = (
+            register_optimizer_step_pre_hook(_refuse_one_vector),
+            register_optimizer_step_post_hook(_count_step),
+        )
     weakref.finalize(owner, _unwatch).atexit = False
 
 
 class _Hook:
-    """The one hook of this process, and how many models need it."""
+    """The hooks of this process, and how many models need them."""
 
     owners = 0
-    handle: Any = None
+    handles: tuple[Any, ...] = ()
 
 
 def _unwatch() -> None:
     _Hook.owners -= 1
     if not _Hook.owners:
-        _Hook.handle.remove()
-        _Hook.handle = None
+        for handle in _Hook.handles:
+            handle.remove()
+        _Hook.handles = ()
+
+
+def _refuse_one_vector(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Raise `ModelError` for LBFGS on divided parameters."""
+    if not isinstance(optimizer, torch.optim.LBFGS):
+        return
+    params = optimizer.param_groups[0]["params"]
+    if any(isinstance(p, DTensor) and is_divided(p) and is_of_a_model(p) for p in params):
+        raise ModelError(
+            f"{type(optimizer).__name__} can't update weights that are divided over the ranks",
+            why="it makes one vector of all weights, which torch's DTensors have no operators for",
+            hint="zero=0 in the plan, with which each rank has whole weights; or another optimizer",
+        )
 
 
 def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

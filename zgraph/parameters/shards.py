@@ -30,6 +30,7 @@ from zgraph.torch_compat.modules import Registered, registered
 from zgraph.torch_compat.noise_of_shards import NOISE
 from zgraph.torch_compat.numbers_of_shards import NUMBERS
 from zgraph.torch_compat.operators_of_shards import treat_operators
+from zgraph.torch_compat.sums_of_shards import SUMS
 from zgraph.torch_compat.tensor_hooks import has_hooks
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class Shards:
     def __post_init__(self) -> None:
         if self.mesh is not None:
             watch_optimizers(self)
-            treat_operators(self, self.mesh, {**NUMBERS, **NOISE})
+            treat_operators(self, self.mesh, {**NUMBERS, **NOISE, **SUMS})
 
     def params(self) -> dict[str, nn.Parameter]:
         """Return the module's parameters by name, as they were last looked up."""

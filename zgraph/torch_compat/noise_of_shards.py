@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import tree_map_only
 
 from zgraph.torch_compat.dtensors import dtensor, layout
-from zgraph.torch_compat.operators_of_shards import Treatment, is_of_a_model
+from zgraph.torch_compat.operators_of_shards import Treatment, as_torch_does, is_of_a_model
 
 aten = torch.ops.aten
 _IN_PLACE = (
@@ -36,7 +36,7 @@ def _draw(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> An
     given: DTensor = args[0]
     mesh, local = given.device_mesh, given._local_tensor
     if local.is_meta or not is_of_a_model(given) or any(type(p) not in (Shard, Replicate) for p in given.placements):
-        return _as_torch_does(operator, args, kwargs)
+        return as_torch_does(operator, args, kwargs)
     whole = torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device=local.device)
     if operator in _OF_VALUES:
         _part_of(whole.fill_(1), given).copy_(local)  # (each number decides about the value in its own place)
@@ -62,14 +62,6 @@ def _part_of(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
             start = min(most * rank, size)
             whole = whole.narrow(placement.dim, start, min(most, size - start))
     return whole
-
-
-def _as_torch_does(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    dispatcher = DTensor._op_dispatcher  # type: ignore[attr-defined]
-    call = dispatcher.unwrap_to_op_info(operator, args, kwargs)
-    dispatcher.sharding_propagator.propagate(call)
-    drawn = dispatcher._dispatch_get_local_results_slow_path(operator, args, call)
-    return args[0] if operator in _IN_PLACE else dispatcher.wrap(drawn, call.output_sharding.output_spec)
 
 
 NOISE: dict[Any, Treatment] = dict.fromkeys((*_IN_PLACE, *_LIKE, *_OF_VALUES), _draw)

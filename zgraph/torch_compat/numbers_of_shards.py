@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from zgraph.errors import ModelError
 from zgraph.torch_compat.dtensors import local_of
-from zgraph.torch_compat.operators_of_shards import Treatment, is_divided, is_of_a_model
+from zgraph.torch_compat.operators_of_shards import Treatment, in_optimizer_step, is_divided, is_of_a_model
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
@@ -25,7 +25,7 @@ def _read(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> An
     """Read the number of a DTensor of one element."""
     tensor: DTensor = args[0]
     if is_divided(tensor) and is_of_a_model(tensor):
-        if not _in_optimizer_step():
+        if not in_optimizer_step():
             raise ModelError(
                 "a number is read of a tensor that is divided over the ranks",
                 where=_reader(),
@@ -40,18 +40,6 @@ def _read(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> An
 
 NUMBERS: dict[Any, Treatment] = {torch.ops.aten._local_scalar_dense.default: _read}
 """An optimizer's step reads the number of a whole tensor, and none is read elsewhere."""
-
-
-def _in_optimizer_step() -> bool:
-    """Return whether what runs was called by the step of an optimizer, which all ranks make together."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None  # (whatever it is called)
-        if code.co_name == "step" and isinstance(owner, torch.optim.Optimizer):
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
 
 
 def _reader() -> str:

@@ -6,10 +6,12 @@ lives, and for tensors on meshes of such models alone.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -49,3 +51,37 @@ def is_divided(tensor: DTensor) -> bool:
     """Return whether ranks have different parts of a tensor."""
     mesh = tensor.device_mesh
     return any(not p.is_replicate() and mesh.size(d) > 1 for d, p in enumerate(tensor.placements))
+
+
+def as_torch_does(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return what torch's own treatment of DTensors gives, and raise what it raises."""
+    dispatcher, options = DTensor._op_dispatcher, dict(kwargs)  # type: ignore[attr-defined]
+    call = dispatcher.unwrap_to_op_info(operator, args, options)
+    given: Any = dispatcher._propagate_op_sharding_dispatch_slow_path(operator, args, options, call, try_cache=True)
+    call.output_sharding = given
+    result = dispatcher._dispatch_get_local_results_slow_path(operator, args, call)
+    if operator._schema.is_mutable:
+        return args[0] if operator._schema.returns else None
+    return dispatcher.wrap(result, given.output_spec)
+
+
+def in_optimizer_step() -> bool:
+    """Return whether what runs was called by the step of an optimizer, which all ranks make together; what its closure does is not
+    the step's own."""
+    frame, passed = sys._getframe(1), set()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "step" and code.co_argcount:
+            owner = frame.f_locals.get(code.co_varnames[0])  # (whatever it is called)
+            if isinstance(owner, torch.optim.Optimizer) and _code_of(frame.f_locals.get("closure")) not in passed:
+                return True
+        passed.add(code)
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def _code_of(function: Any) -> Any:
+    """Return the code of a function, or of an object that is called as one; None if there is none."""
+    if not callable(function):
+        return None
+    return getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
