@@ -92,7 +92,7 @@ _OTHERS = (
     "ops: op_builder aio",
     "profiling:",
     "utils: groups numa nvtx pin_memory pin_memory_tracker timer torch comms_logging",
-    "runtime: bf16_optimizer config_utils constants precision_config",
+    "runtime: bf16_optimizer config_utils constants precision_config torch_autocast",
     "runtime.activation_checkpointing: checkpointing offload_activations",
     "runtime.checkpoint_engine: torch_checkpoint_engine",
     "runtime.comm: coalesced_collectives",
@@ -145,6 +145,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             module.__dict__["OffloadDeviceEnum"] = OffloadDeviceEnum
         if module.__name__ == "deepspeed.runtime.swap_tensor":
             module.__dict__["MIN_SWAPPABLE_BYTES"] = 1024**2
+        if module.__name__ == "deepspeed.runtime.torch_autocast":
+            module.__dict__["PARAM_COMM_DTYPE_ATTR_NAME"] = "comm_dtype"
         if module.__name__ == "deepspeed.runtime.config":
             module.__dict__["ADAM_OPTIMIZER"] = "adam"
         if module.__name__ == "deepspeed.ops":
@@ -277,6 +279,7 @@ def _random_images() -> None:
 
     library = types.ModuleType("torchvision")
     library.__version__ = "0.99"  # type: ignore[attr-defined]
+    library.__spec__ = ModuleSpec("torchvision", None)  # (transformers looks for it)
     library.datasets = types.SimpleNamespace(FakeData=FakeData)  # type: ignore[attr-defined]
     nothing = types.SimpleNamespace(**dict.fromkeys(("ToTensor", "Normalize", "Compose"), lambda *args: None))
     library.transforms = sys.modules["torchvision.transforms"] = nothing  # type: ignore[assignment,attr-defined]
