@@ -79,6 +79,7 @@ def conversions(stage):
     assert engine.to("cpu") is engine and engine.float() is engine and engine.to(torch.float32) is engine
     said = refused(engine.half, UnsupportedError)
     assert "0.weight is torch.float32 on cpu, and would be torch.float16 on cpu" in said and "fp16 in the conf" in said
+    assert "in shared memory" in refused(engine.share_memory, UnsupportedError)
     assert all(torch.equal(a, b.full_tensor()) for a, b in zip(before, engine.module.parameters(), strict=True))
     engine.backward(loss_of(engine))
     engine.step()

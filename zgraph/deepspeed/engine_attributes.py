@@ -70,14 +70,19 @@ class Attributes(nn.Module):
         Raises `UnsupportedError` where they would change weights or buffers, before anything is changed.
         """
         for name, tensor in [*self.module.named_parameters(), *self.module.named_buffers()]:
-            if not tensor.is_meta and (changed := fn(tensor)) is not tensor:
-                raise UnsupportedError(
-                    f"an engine's weights and buffers can't be moved or cast: {name} is {tensor.dtype} on {tensor.device}, and would be "
-                    f"{changed.dtype} on {changed.device}",
-                    why="its programs are compiled for where and what they are",
-                    hint="bf16 or fp16 in the configuration; or move and cast the model before initialize. Whole weights to take elsewhere: "
-                    "engine.save_16bit_model, engine.module.save_pretrained",
-                )
+            if tensor.is_meta:
+                continue
+            probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # (no weight is touched)
+            changed = fn(probe)
+            if changed is probe and not (probe.is_shared() and probe.device.type == "cpu"):
+                continue
+            there = "in shared memory" if changed is probe else f"{changed.dtype} on {changed.device}"
+            raise UnsupportedError(
+                f"an engine's weights and buffers can't be moved or cast: {name} is {tensor.dtype} on {tensor.device}, and would be {there}",
+                why="its programs are compiled for where and what they are",
+                hint="bf16 or fp16 in the configuration; or move and cast the model before initialize. Whole weights to take elsewhere: "
+                "engine.save_16bit_model, engine.module.save_pretrained",
+            )
         return self
 
     # -- what is trained ------------------------------------------------------------------------------------------------

@@ -118,7 +118,9 @@ KEYS: dict[str, Key] = {
         False,
     ),
     "torch_autocast.dtype": _nothing("text", "it belongs to autocast"),
-    "torch_autocast.lower_precision_safe_modules": _nothing("list", "it belongs to autocast"),
+    "torch_autocast.lower_precision_safe_modules": _nothing(
+        "list", "DeepSpeed reduces the gradients of these modules in autocast's dtype; here they keep their own"
+    ),
     "data_types": _applied("table"),
     "data_types.grad_accum_dtype": _applied("text"),
     "data_types.param_dtype": _refused(
