@@ -44,7 +44,7 @@ from zgraph.stages.partition_model import DeferredPipeline
 from zgraph.stages.runtime import PipelineRuntime
 from zgraph.stages.step import compile_first
 from zgraph.torch_compat.dtensors import forget_destroyed_meshes
-from zgraph.torch_compat.library_functions import refuse_layers
+from zgraph.torch_compat.library_functions import refuse_hooked_layers, refuse_layers
 from zgraph.update.optimizer import PlanOptimizer
 from zgraph.update.parameter_groups import members_of, refuse_complex_clipping
 from zgraph.update.torch_lr_schedulers import torch_scheduler
@@ -160,6 +160,8 @@ def _agree(model: nn.Module, plan: Plan, mesh: DeviceMesh | None) -> _Agreed:
     device = device_of(model)
     init_process_group(device)
     mesh, sizes = _mesh(plan, mesh, device)
+    if mesh is not None:
+        refuse_hooked_layers(model)
     plan = plan.for_world(math.prod(sizes.values()))
     agreement = Agreement(mesh)
     agreement.vote("the plan", f"{plan.hash()} mesh {sizes}")

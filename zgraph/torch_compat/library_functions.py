@@ -155,6 +155,8 @@ _PARTS = {  # the part of the table of private names that a layer needs
 }
 _REFUSED = {"peft.tuners.waveft.layer:WaveFTLayer": ("WaveFT", "FourierFT")}  # layers, and what is like them
 
+_HOOKED = "peft.tuners.osf.layer:OSFLayer"  # a layer whose hooks compute with the gradients of whole weights
+
 
 def stand_ins() -> dict[Any, Callable[..., Any]]:
     """Return what is traced in the place of functions, methods and autograd functions of libraries that are imported."""
@@ -185,6 +187,19 @@ def refuse_layers(model: nn.Module) -> None:
         parts.add("fused heads")
     for part in sorted(parts):
         refuse_release(part)
+
+
+def refuse_hooked_layers(model: nn.Module) -> None:
+    """Raise `UnsupportedError` for a layer whose hooks on weights can't compute with gradients as ranks have them."""
+    kind = _known(_HOOKED)
+    where = [path for path, m in model.named_modules() if kind is not None and isinstance(m, kind)]
+    if where:
+        raise UnsupportedError(
+            "adapters of OSF can't be trained on ranks",
+            where=where[0],
+            why="their hooks on weights multiply whole gradients by plain matrices, and gradients are DTensors",
+            hint="LoRA, OFT and BOFT can; or train in one process without a process group",
+        )
 
 
 def _module_of_forward(module: nn.Module) -> str:
