@@ -32,6 +32,7 @@ from zgraph.torch_compat.numbers_of_shards import NUMBERS
 from zgraph.torch_compat.operators_of_shards import treat_operators
 from zgraph.torch_compat.sums_of_shards import SUMS
 from zgraph.torch_compat.tensor_hooks import has_hooks
+from zgraph.torch_compat.writes_to_parts import WRITES
 
 if TYPE_CHECKING:
     from zgraph.offload.run_transfers import Tier
@@ -78,7 +79,7 @@ class Shards:
     def __post_init__(self) -> None:
         if self.mesh is not None:
             watch_optimizers(self)
-            treat_operators(self, self.mesh, {**NUMBERS, **NOISE, **SUMS})
+            treat_operators(self, self.mesh, {**NUMBERS, **NOISE, **SUMS, **WRITES})
 
     def params(self) -> dict[str, nn.Parameter]:
         """Return the module's parameters by name, as they were last looked up."""
