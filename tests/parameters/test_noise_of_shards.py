@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import zgraph
+from zgraph.errors import ModelError
 from zgraph.torch_compat import operators_of_shards
 from zgraph.torch_compat.noise_of_shards import NOISE
 
@@ -50,6 +51,7 @@ def of_other_kinds(params: list[Any]) -> None:
     for p in params:
         p.add_(torch.empty_like(p).exponential_(2.0)).add_(torch.randint_like(p, 3, 7))
         p.add_(torch.empty_like(p).log_normal_(0.0, 0.1)).add_(torch.empty_like(p).geometric_(0.5))
+        p.add_(torch.empty_like(p).cauchy_().clamp_(-1, 1))
 
 
 def of_views(params: list[Any]) -> None:
@@ -101,6 +103,25 @@ def test_it_is_where_rows_and_columns_are_divided(four: Ranks):
 
 def divided_twice() -> dict[str, Any]:
     return all_noised({"zero": 3, "mesh": {"dp": 2, "tp": 2}})
+
+
+def undrawn(zero: int) -> list[str]:
+    made = zgraph.compile(nn.Linear(6, 7), zgraph.Plan(backend="eager", zero=zero))
+    made(X).sum().backward()
+    found = []
+    for draw in (lambda p: nn.functional.rrelu(p, training=True), lambda p: torch.multinomial(p.abs(), 2)):
+        try:
+            with torch.no_grad():
+                draw(made.weight)
+        except ModelError as error:
+            found.append(str(error).partition(" ")[0])
+    return found
+
+
+@pytest.mark.gloo
+def test_what_is_not_drawn_for_the_whole_is_refused(two: Ranks):
+    assert two.run(undrawn, 3) == [["rrelu_with_noise", "multinomial"]] * 2
+    assert two.run(undrawn, 0) == [[], []]
 
 
 def on_other_meshes() -> list[torch.Tensor]:

@@ -15,8 +15,9 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import tree_map_only
 
+from zgraph.errors import ModelError
 from zgraph.torch_compat.dtensors import dtensor, layout
-from zgraph.torch_compat.operators_of_shards import Treatment, as_torch_does, is_of_a_model
+from zgraph.torch_compat.operators_of_shards import Treatment, as_torch_does, is_divided, is_of_a_model
 
 aten = torch.ops.aten
 _IN_PLACE = (
@@ -26,9 +27,11 @@ _IN_PLACE = (
     aten.exponential_.default,
     aten.geometric_.default,
     aten.log_normal_.default,
+    aten.cauchy_.default,
 )
 _LIKE = (aten.randn_like.default, aten.rand_like.default, aten.randint_like.default, aten.randint_like.low_dtype)
 _OF_VALUES = (aten.bernoulli.default, aten.native_dropout.default)
+_OTHERS = (aten.rrelu_with_noise.default, aten.rrelu_with_noise_functional.default, aten.multinomial.default)
 
 
 def _draw(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -64,5 +67,19 @@ def _part_of(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
     return whole
 
 
-NOISE: dict[Any, Treatment] = dict.fromkeys((*_IN_PLACE, *_LIKE, *_OF_VALUES), _draw)
-"""A rank draws for a whole tensor, and keeps its part."""
+def _refuse(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Draw as torch does, unless ranks have different parts."""
+    if isinstance(args[0], DTensor) and is_of_a_model(args[0]) and is_divided(args[0]):
+        raise ModelError(
+            f"{operator.overloadpacket.__name__} draws random numbers for a tensor that is divided over the ranks",
+            why="each rank would draw for its own part, and ranks with one seed the same numbers",
+            hint="draw by torch.rand_like or another of docs/features/your-own-loop.md; or inside zgraph.full_weights(model, write=True)",
+        )
+    return as_torch_does(operator, args, kwargs)
+
+
+NOISE: dict[Any, Treatment] = {
+    **dict.fromkeys((*_IN_PLACE, *_LIKE, *_OF_VALUES), _draw),
+    **dict.fromkeys(_OTHERS, _refuse),
+}
+"""A rank draws for a whole tensor, and keeps its part; what it can't draw so is refused."""
