@@ -133,8 +133,12 @@ def test_optimizers_are_watched_only_while_a_sharded_model_lives(monkeypatch):
     hooks = _global_optimizer_post_hooks
     ours, theirs = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
     gc.collect()
-    monkeypatch.setattr(_Hook, "owners", 0)  # (a model of a test before may live on, and has a hook then)
+    monkeypatch.setattr(
+        _Hook, "owners", 0
+    )  # (a model of a test before may live on, and has a hook then, which counts as well)
     monkeypatch.setattr(_Hook, "handles", ())
+    for key in list(hooks):
+        monkeypatch.delitem(hooks, key)
     before = dict(hooks)
     first, second = Owner(), Owner()
     for owner in (first, second):
