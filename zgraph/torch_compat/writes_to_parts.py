@@ -38,12 +38,12 @@ def _view(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> An
     if not is_of_a_model(given) or not is_divided(given):
         return result
     theirs = local_of(given).untyped_storage()._cdata
-    for taken in tree_leaves(result):
-        mine = local_of(taken).untyped_storage()
-        if mine._cdata != theirs:
-            _forget_what_is_gone()
-            _copies.append((StorageWeakRef(mine), given.shape))
-            _look_at_writes()
+    taken = [local_of(t).untyped_storage() for t in tree_leaves(result)]
+    copies = [(StorageWeakRef(memory), given.shape) for memory in taken if memory._cdata != theirs]
+    if copies:
+        _forget_what_is_gone()
+        _copies.extend(copies)
+        _look_at_writes()
     return result
 
 
