@@ -63,3 +63,31 @@ def test_parts_of_a_compiled_model_are_refused(two: Ranks):
         )
         assert "'weight' is a whole tensor" in loaded and "'0.weight' is a whole tensor" in whole
         assert "full_weights(model, write=True)" in whole
+
+
+def conversions() -> list[str]:
+    made, rows = model(), torch.ones(2, 4)
+    loss = made(rows).sum()  # (what holds a weight's place in the graph keeps torch from swapping it)
+    same = (lambda: made.to("cpu"), made.float, lambda: made.to(torch.float32), made.cpu)
+    assert all(conversion() is made for conversion in same) and made[0].to("cpu") is made[0]
+    assert made.to(memory_format=torch.channels_last) is made
+    loss.backward()
+    before = made(rows)
+    found = [said(made.half), said(lambda: made[1].to(torch.bfloat16)), said(lambda: made.to_empty(device="cpu"))]
+    assert torch.equal(made(rows), before)
+    with zgraph.full_weights(made):
+        assert made[1].double().weight.dtype is torch.float64 and made.double()[0].weight.dtype is torch.float64
+    assert torch.equal(made(rows), before)
+    part = copy.deepcopy(made[0]).half()
+    assert part.weight.dtype is torch.float16 and made[0].weight.dtype is torch.float32
+    return found
+
+
+def test_a_compiled_model_is_neither_moved_nor_cast(two: Ranks):
+    for cast, part, emptied in two.run(conversions):
+        assert (
+            "0.weight is torch.float32 on cpu, and would be torch.float16 on cpu" in cast
+            and "before zgraph.compile" in cast
+        )
+        assert ": weight is torch.float32 on cpu, and would be torch.bfloat16 on cpu" in part
+        assert "would be another tensor" in emptied

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zgraph.api import fsdp_methods
 from zgraph.api.accelerators import ForAccelerate, refuse_local_sgd
+from zgraph.api.conversions import unwatch_conversions, watch_conversions
 from zgraph.api.full_weights import generate_of, keep_whole
 from zgraph.api.local_weights import watch_state_dicts
 from zgraph.api.peft_adapters import is_adapted, save_adapters, unwatch_allocators, watch_allocators
@@ -637,6 +638,7 @@ def attach(module: nn.Module, runtime: Runtime | DeferredPipeline, loss_fn: Call
         watch_loads(module)
         watch(module)
     watch_allocators(module)
+    watch_conversions(module, divided=handle.mesh is not None)
     if runtime.plan.takes_local_steps:
         watch_state_dicts(module)
     remember(module)
@@ -652,6 +654,7 @@ def detach(module: nn.Module) -> None:
         module.__dict__["forward"] = types.MethodType(forward.captured, module)
     unwatch(module)
     unwatch_allocators(module)
+    unwatch_conversions(module)
     release(module)
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zgraph.api.conversions import change_by
 from zgraph.deepspeed import comm
 from zgraph.deepspeed.absent_names import refuse_of_engine
 from zgraph.deepspeed.pipe.module import PipelineModule
@@ -69,16 +70,10 @@ class Attributes(nn.Module):
 
         Raises `UnsupportedError` where they would change weights or buffers, before anything is changed.
         """
-        for name, tensor in [*self.module.named_parameters(), *self.module.named_buffers()]:
-            if tensor.is_meta:
-                continue
-            probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # (no weight is touched)
-            changed = fn(probe)
-            if changed is probe and not (probe.is_shared() and probe.device.type == "cpu"):
-                continue
-            there = "in shared memory" if changed is probe else f"{changed.dtype} on {changed.device}"
+        said = change_by(self.module, fn)
+        if said is not None:
             raise UnsupportedError(
-                f"an engine's weights and buffers can't be moved or cast: {name} is {tensor.dtype} on {tensor.device}, and would be {there}",
+                f"an engine's weights and buffers can't be moved or cast: {said}",
                 why="its programs are compiled for where and what they are",
                 hint="bf16 or fp16 in the configuration; or move and cast the model before initialize. Whole weights to take elsewhere: "
                 "engine.save_16bit_model, engine.module.save_pretrained",
