@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 from zgraph.api.compiler import compile, init_process_group
 from zgraph.api.handle import Handle
 from zgraph.build.planned_step import Inputs, split_inputs
+from zgraph.capture.batch import Call
 from zgraph.capture.call_signature import batch_size
 from zgraph.capture.ignored_targets import ignored_of
 from zgraph.errors import MeshError, ModelError, RankMismatchError, UnsupportedError
@@ -36,12 +37,11 @@ from zgraph.plan.plan import Plan
 from zgraph.program.program import STAGE_DIM, TENSOR_DIM
 from zgraph.program.tolerance import Difference, difference, norm_of, same_bits
 from zgraph.ranks.rng import random_states, restored
+from zgraph.runtime.join_outputs import join_outputs
 from zgraph.runtime.train_step import (
-    Call,
     count_targets,
     for_forward,
     in_order,
-    join_outputs,
     loss_of,
     named,
     split_batch,
@@ -299,12 +299,14 @@ class _Training:
                 given.append(pytree.tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, output))
             total = sum(weights[rank])
             shares = [w / total if total else 1.0 / len(cut) for w in weights[rank]]
-            outputs.append(join_outputs(given, shares, [batch_size(*call) for call in cut]))
+            outputs.append((given, shares, [batch_size(*call) for call in cut]))
         _overwrite(self.buffers, calls[self.mine])
         torch.manual_seed(seeds[self.mine])
         output = self.handle.train_step(*self.buffers[0], **self.buffers[1])
         self._at("train_step")
-        mine, plain = tensors_of(output), tensors_of(outputs[self.mine])
+        entered = self.handle.runtime.entered
+        whole = join_outputs(*outputs[self.mine], entered.rows_by_place if entered is not None else {})
+        mine, plain = tensors_of(output), tensors_of(whole)
         self.compare_all("output", mine, {n: t for n, t in plain.items() if n in mine or not self.staged})
         self.compare_buffers()
         if self.plan.optimizer is not None:

@@ -299,12 +299,12 @@ class Handle(Compiled):
 
         The arguments are those of the model's forward for this rank's whole batch, whose tensors are cut on dimension 0
         into the plan's `micro_batches`; what forward does not take goes to `loss_fn` (see `zgraph.compile`). Returns the
-        model's output, detached: scalars averaged over micro-batches, tensors joined on dimension 0. Without an optimizer
-        in the plan the gradients are left in `.grad`. With `loss_average="token"` each micro-batch and rank is weighted by
-        its number of targets (`zgraph.runtime.train_step.count_targets`). Raises `StepError` for a batch that the
-        micro-batches do not divide (unless by token) or that does not have the rows of an elastic plan, and for an output
-        without a loss. With an optimizer in the plan, a step that raises anything leaves no gradients: the next one starts
-        afresh.
+        model's output, detached: scalars averaged over micro-batches, tensors joined along the dimension that has the rows
+        (those without rows are the last micro-batch's). Without an optimizer in the plan the gradients are left in `.grad`.
+        With `loss_average="token"` each micro-batch and rank is weighted by its number of targets
+        (`zgraph.runtime.train_step.count_targets`). Raises `StepError` for a batch that the micro-batches do not divide
+        (unless by token) or that does not have the rows of an elastic plan, and for an output without a loss. With an
+        optimizer in the plan, a step that raises anything leaves no gradients: the next one starts afresh.
         """
         self.forward.settle(self.plan.mesh.get(STAGE_DIM, 1) != 1)
         runtime = self.cut(args, kwargs)

@@ -499,6 +499,7 @@ class Entry(Serves):
         ] = {}  # the padded size of each dimension of a flat output that has one
         self.beside: tuple[Entry, ...] = (self,)  # entries that ranks may run in one step, this one included
         self.batch_known = False  # whether the cut into micro-batches was checked to be along the batch
+        self.rows_by_place: Mapping[int, int | None] = {}  # see `zgraph.runtime.join_outputs`
 
     def program(self, pattern: frozenset[int] | None = None) -> StepProgram:
         """Return the program in which these flat outputs are differentiated, by default the same as the last time."""

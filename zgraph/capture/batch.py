@@ -3,8 +3,10 @@ program (`zgraph.passes.analysis.axes`)."""
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,9 +19,9 @@ from zgraph.errors import StepError
 from zgraph.passes.analysis.axes import Axes
 from zgraph.passes.spmd.sharding_rules import operands_of
 from zgraph.program.counting import COUNTS
-from zgraph.program.node import NodeInfo, Phase, info, set_info
-from zgraph.program.program import InputRole, Program
-from zgraph.program.sizes import static
+from zgraph.program.node import NodeInfo, Phase, info, set_info, value
+from zgraph.program.program import InputRole, OutputRole, Program
+from zgraph.program.sizes import is_symbolic, stand_in, static
 
 aten = torch.ops.aten
 _PRODUCTS = (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default)
@@ -29,33 +31,101 @@ _APART = {aten.select.int: (1, 0), aten.unbind.int: (1, 0), aten.split.Tensor: (
 """Operators that take a tensor apart: (position of the dimension among the arguments, its default)."""
 
 
-def refuse_no_batch(
-    program: Program,
-    call: Call,
-    flat: Sequence[Any],
-    is_part: Callable[[torch.Tensor], bool],
-    captured_at: Callable[[Call], tuple[Program, Sequence[Any]]],
-) -> None:
-    """Raise `StepError` if the program of a micro-batch's `call`, whose flat inputs are `flat`, shows that what was cut from the
-    batch (by `is_part`) is none. A program of one row shows nothing: the model is captured once more (`captured_at`), for two.
-    """
-    size = batch_size(*call)
-    if size == 1:
-        call, size = _twice(call, is_part), 2
+@dataclass(frozen=True)
+class MicroBatch:
+    """A micro-batch, and what the program that is captured for it shows of the dimension that it was cut on."""
+
+    program: Program  # the joint program
+    call: Call  # the model's arguments
+    flat: Sequence[Any]  # the call's flat inputs
+    is_part: Callable[[torch.Tensor], bool]  # whether a tensor of the call is cut from the batch
+    captured_at: Callable[[Call], tuple[Program, Sequence[Any]]]  # the program and the flat inputs of another call
+
+    def of_several_rows(self) -> MicroBatch | None:
+        """Return this one; for a single row, which shows nothing, one that has the row twice, captured for it. None if the model
+        can't be captured for two rows, or there are none.
+        """
+        rows = batch_size(*self.call)
+        return (self if rows > 1 else self.twice()) if rows else None
+
+    def twice(self) -> MicroBatch | None:
+        """Return the micro-batch that has each row twice, captured for it; None if the model can't be captured for that."""
+        call = _twice(self.call, batch_size(*self.call), self.is_part)
         try:
-            program, flat = captured_at(call)
+            program, flat = self.captured_at(call)
         except Exception:  # (a model that takes one row at a time: what its rows are is not known)
-            return
-    if size is not None:
-        refuse_other_dimensions(program, parts_of(call, flat, is_part), size)
+            return None
+        return dataclasses.replace(self, program=program, call=call, flat=flat)
+
+    def refuse_no_batch(self) -> None:
+        """Raise `StepError` if the program shows that what was cut from the batch is none."""
+        size = batch_size(*self.call)
+        assert size is not None
+        refuse_other_dimensions(self.program, parts_of(self.call, self.flat, self.is_part), size)
+
+    def rows_of_outputs(self) -> dict[int, int | None]:
+        """Return the dimension of each of the model's flat outputs along which it has the batch's rows, by its number; None for
+        one that has them along none. What is not known is left out.
+
+        Where axes do not tell (an operator has no rule, or a tensor is made with the batch's size), the model is captured once more, for
+        each row twice: the dimension that is longer then is the batch's.
+        """
+        nodes = {port.index: node for port, node in self.program.input_items() if port.role is InputRole.INPUT}
+        parts = [nodes[at] for _, x, at in parts_of(self.call, self.flat, self.is_part) if at in nodes and x.dim()]
+        axes, outputs = Axes(self.program), _outputs(self.program)
+        batches = [axes.shape(node)[0] for node in parts if axes.shape(node)[0]]
+        if not batches:
+            return {}
+        rows = value(parts[0]).shape[0]
+        others = {
+            axis
+            for _, node in self.program.input_items()
+            for shape in axes.shapes(node)
+            for dim in shape
+            for axis in dim
+        }
+        others.difference_update(*batches)
+        found: dict[int, int | None] = {}
+        for at, node in outputs.items():
+            dims = [*zip(axes.shape(node), value(node).shape, strict=True)]
+            of_rows = [d for d, (dim, _) in enumerate(dims) if any(dim[: len(b)] == b for b in batches)]
+            if of_rows or all(others.issuperset(dim) for dim, n in dims if stand_in(n) % stand_in(rows) == 0):
+                found[at] = of_rows[0] if of_rows else None
+        for at in outputs.keys() - found.keys() if is_symbolic(rows) else ():
+            mine = [d for d, n in enumerate(value(outputs[at]).shape) if _symbols(n) & _symbols(rows)]
+            found[at] = mine[0] if mine else None
+        return found if len(found) == len(outputs) else {**self._longer(), **found}
+
+    def _longer(self) -> dict[int, int | None]:
+        """Return the dimension of each of the model's flat outputs that is longer where the batch has each row twice."""
+        doubled = self.twice()
+        if doubled is None:
+            return {}
+        once = self.captured_at(self.call)[0] if self.program.sizes.symbols else self.program
+        before, after = _outputs(once), _outputs(doubled.program)
+        found: dict[int, int | None] = {}
+        for at in before.keys() & after.keys():
+            sizes = zip(value(before[at]).shape, value(after[at]).shape, strict=True)
+            found[at] = next((d for d, (n, more) in enumerate(sizes) if n != more), None)
+        return found
 
 
-def _twice(call: Call, is_part: Callable[[torch.Tensor], bool]) -> Call:
-    """Return a call of one row with each of its parts twice: a tensor that occurs in several places is one tensor again."""
+def _symbols(size: Any) -> set[Any]:
+    return getattr(static(size), "free_symbols", set())
+
+
+def _outputs(program: Program) -> dict[int, fx.Node]:
+    """Return the nodes of the model's own outputs that have dimensions, by their numbers among the flat outputs."""
+    items = [(port.index, node) for port, node in program.output_items() if port.role is OutputRole.OUTPUT]
+    return {at: n for at, n in items if at is not None and isinstance(value(n), torch.Tensor) and value(n).dim()}
+
+
+def _twice(call: Call, rows: int | None, is_part: Callable[[torch.Tensor], bool]) -> Call:
+    """Return a call of so many rows with each of its parts twice: a tensor that occurs in several places is one tensor again."""
     made: dict[int, torch.Tensor] = {}
 
     def twice(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.shape[0] != 1 or not is_part(leaf):
+        if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.shape[0] != rows or not is_part(leaf):
             return leaf
         if id(leaf) not in made:
             made[id(leaf)] = torch.cat([leaf.detach(), leaf.detach()]).requires_grad_(leaf.requires_grad)

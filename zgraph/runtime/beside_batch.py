@@ -22,8 +22,9 @@ class BesideBatch:
     def __init__(self) -> None:
         self._known: set[tuple[str, int]] = set()  # (name, number of dimensions) of each
         self._now: dict[tuple[str, int], torch.Tensor] = {}  # those that are given whole in the step under way
-        # the parts (names, numbers of dimensions) of micro-batches of one row that were checked to be of a batch
-        self.checked: set[tuple[tuple[str, int], ...]] = set()
+        # what is known of the outputs' rows (see `MicroBatch.rows_of_outputs`), by the parts (names, numbers of dimensions) and the number
+        # of outputs of the micro-batches that were checked to be of a batch
+        self.checked: dict[tuple[tuple[tuple[str, int], ...], int], dict[int, int | None]] = {}
         self._uncut: list[torch.Tensor] = []  # these, and tensors of a single row that are for all rows
 
     def of(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:

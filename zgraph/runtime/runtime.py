@@ -72,6 +72,7 @@ class Runtime(Rank):
         agreement, device = self.agreement, self.device
         self.forward_function = forward
         self.entered: Entry | None = None  # the entry of the last forward
+        self.handed: Sequence[Any] | None = None  # the flat outputs of the running call; None if nobody asks for them
         self.beside_batch = BesideBatch()
         buckets = buckets_of(plan)
         self.buckets = PaddedCalls(self, buckets) if buckets is not None else None
@@ -240,6 +241,12 @@ class Runtime(Rank):
         compile_all(step, lambda: check_capacity(self, step))
 
     def _execute(self, entry: Entry, flat: tuple[Any, ...]) -> tuple[Any, ...]:
+        outputs = self._outputs(entry, flat)
+        if self.handed is not None:
+            self.handed = outputs
+        return outputs
+
+    def _outputs(self, entry: Entry, flat: tuple[Any, ...]) -> tuple[Any, ...]:
         step = self.hot_sizes.chosen(entry.program(), flat)
         entry.trace.refuse_moved(flat, former_storages(self.module))
         if step.mutated:

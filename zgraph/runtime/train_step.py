@@ -8,8 +8,6 @@ starts from, so nothing is compiled for it and the loss that is returned is the 
 from __future__ import annotations
 
 import contextlib
-import copy
-import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -20,7 +18,7 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from zgraph.build.step_program import Entry
-from zgraph.capture.batch import LossOperators, parts_of, refuse_no_batch
+from zgraph.capture.batch import Call, LossOperators, MicroBatch, parts_of
 from zgraph.capture.call_signature import batch_size
 from zgraph.capture.capture import find_loss
 from zgraph.capture.ignored_targets import IGNORED, TARGETS, Ignores, LossesSeen, ignored_of
@@ -29,10 +27,9 @@ from zgraph.errors import StepError
 from zgraph.plan.elasticity import Elastic
 from zgraph.plan.plan import Plan
 from zgraph.runtime.beside_batch import BesideBatch
+from zgraph.runtime.join_outputs import detached, join_outputs, rows_by_place
 from zgraph.runtime.out_of_memory import explained
 from zgraph.runtime.runtime import Runtime
-
-Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class HasForward(Protocol):
@@ -73,10 +70,7 @@ def train_step(
         for number, (call, (given, rest, others)) in enumerate(zip(calls, parts, strict=True)):
             last = number + 1 == len(calls)
             with contextlib.nullcontext() if last else runtime.no_sync(), explained(runtime):
-                output = model(*given[0], **given[1])
-                unknown = len(calls) > 1 and runtime.entered is not None and not runtime.entered.batch_known
-                if unknown and runtime.entered is not None:
-                    _check_batch(runtime, runtime.entered, given)
+                output, unknown = _checked_output(runtime, model, given, len(calls))
                 operators = LossOperators() if unknown and loss_fn is not None else None
                 with (
                     operators or contextlib.nullcontext(),
@@ -102,7 +96,7 @@ def train_step(
                     loss.backward(torch.as_tensor(weight, dtype=loss.dtype, device=loss.device))
                 if runtime.nonfinite is not None and loss_fn is not None:
                     runtime.nonfinite.saw_loss(loss)
-            outputs.append(_detached(output))
+            outputs.append(detached(output))
         if plan.optimizer is not None:
             runtime.updater.step()
         else:
@@ -111,7 +105,8 @@ def train_step(
     total = sum(weights)
     # (a rank without a single target returns the plain mean over its micro-batches)
     shares = [w / total for w in weights] if total else [1.0 / len(calls)] * len(calls)
-    return join_outputs(outputs, shares, sizes)
+    entered = runtime.entered
+    return join_outputs(outputs, shares, sizes, entered.rows_by_place if entered is not None else {})
 
 
 @contextlib.contextmanager
@@ -208,14 +203,34 @@ def split_batch(
     return calls
 
 
-def _check_batch(runtime: Runtime, entry: Entry, call: Call) -> None:
-    """Raise `StepError` if the program shows that what was cut into micro-batches is not a batch."""
+def _checked_output(runtime: Runtime, model: Callable[..., Any], call: Call, parts: int) -> tuple[Any, bool]:
+    """Run the model on one of so many micro-batches; return its output, and whether the program is new in such a step: then
+    what was cut is checked to be a batch.
+    """
+    runtime.handed = []
+    output = model(*call[0], **call[1])
+    handed, runtime.handed = runtime.handed, None
+    entry = runtime.entered
+    if parts == 1 or entry is None or entry.batch_known:
+        return output, False
+    _check_batch(runtime, entry, call, output, handed)
+    return output, True
+
+
+def _check_batch(runtime: Runtime, entry: Entry, call: Call, output: Any, handed: Sequence[Any]) -> None:
+    """Raise `StepError` if the program shows that what was cut into micro-batches is not a batch; note which dimensions of
+    the output, of which `handed` are the flat ones, have its rows.
+    """
     flat = entry.trace.flat.flatten(runtime.module, *call)
     beside = runtime.beside_batch
-    parts = tuple((name, x.dim()) for name, x, _ in parts_of(call, flat, beside.is_part))
+    here = MicroBatch(entry.program().captured, call, flat, beside.is_part, runtime.captured_at)
+    parts = tuple((name, x.dim()) for name, x, _ in parts_of(call, flat, beside.is_part)), len(handed)
     if batch_size(*call) != 1 or parts not in beside.checked:  # (for one row that takes a capture)
-        refuse_no_batch(entry.program().captured, call, flat, beside.is_part, runtime.captured_at)
-        beside.checked.add(parts)
+        shown = here.of_several_rows()
+        if shown is not None:
+            shown.refuse_no_batch()
+        beside.checked[parts] = shown.rows_of_outputs() if shown is not None else {}
+    entry.rows_by_place = rows_by_place(output, handed, beside.checked[parts], call, beside.is_part)
     entry.batch_known = True
 
 
@@ -407,58 +422,3 @@ def _room(loss_fn: Callable[..., Any], given: dict[str, Any]) -> tuple[list[Any]
             )
         return [given[name] for name in needed], {name: given[name] for name in only}
     return list(given.values())[: len(needed)], {name: given[name] for name in only if name in given}
-
-
-# -- out --------------------------------------------------------------------------------------------------------------
-def _detached(output: Any) -> Any:
-    return _mapped(lambda x: x.detach(), [output])
-
-
-def join_outputs(outputs: Sequence[Any], shares: Sequence[float], sizes: Sequence[int | None]) -> Any:
-    """Return the whole batch's output: scalars are averaged by weight, tensors of the micro-batch's size joined along
-    dimension 0.
-
-    Other tensors and values are the last micro-batch's. Pytrees and dataclasses are traversed.
-    """
-    if len(outputs) == 1:
-        return outputs[0]
-
-    def join(*parts: torch.Tensor) -> torch.Tensor:
-        if parts[0].dim() == 0 and parts[0].is_floating_point():
-            counted = [(p.to(torch.float64), s) for p, s in zip(parts, shares, strict=True) if s]  # 0/0 targets is NaN
-            return torch.stack([p * s for p, s in counted]).sum().to(parts[0].dtype)
-        if all(p.dim() > 0 and p.shape[0] == size for p, size in zip(parts, sizes, strict=True)):
-            return torch.cat(parts)
-        return parts[-1]
-
-    return _mapped(join, outputs)
-
-
-def _mapped(function: Callable[..., Any], values: Sequence[Any]) -> Any:
-    """Apply `function` to the tensors at the same position of several values of one structure, and return the results
-    in that structure.
-    """
-    first = values[-1]
-    if isinstance(first, torch.Tensor):
-        return function(*values)
-    if dataclasses.is_dataclass(first) and not isinstance(first, type) and not isinstance(first, dict):
-        mapped = copy.copy(first)
-        for field in dataclasses.fields(first):
-            object.__setattr__(mapped, field.name, _mapped(function, [getattr(v, field.name) for v in values]))
-        return mapped
-    leaves, spec = pytree.tree_flatten(first)
-    if len(leaves) == 1 and leaves[0] is first:
-        if any(isinstance(v, torch.Tensor) for v in getattr(first, "__dict__", {}).values()):  # a plain object
-            plain = copy.copy(first)
-            plain.__dict__.update({k: _mapped(function, [vars(v)[k] for v in values]) for k in vars(first)})
-            return plain
-        if not isinstance(first, dict):
-            return first
-        known: dict[Any, Any] = copy.copy(first)  # a kind of dict that pytree does not know, as a ModelOutput may be
-        for key in first:
-            known[key] = _mapped(function, [v[key] for v in values])
-        return known
-    flat = [pytree.tree_leaves(v) for v in values]
-    if any(len(f) != len(leaves) for f in flat):
-        return first
-    return pytree.tree_unflatten([_mapped(function, column) for column in zip(*flat, strict=True)], spec)

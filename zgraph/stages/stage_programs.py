@@ -51,6 +51,8 @@ class Capture:
     seconds: float  # that the capture took
     of_loss: bool  # whether the loss chose `pattern`
     kept: Mapping[int, int]  # buffers that are kept, by flat output (see `Trace.buffers_kept`)
+    # the dimension of each flat output that has a micro-batch's rows (see `zgraph.capture.batch.MicroBatch`)
+    rows_of_outputs: Mapping[int, int | None]
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,8 @@ class Staged(Serves):
         self.shown = shown  # the inputs, in words
         self.rows = rows  # of this rank's batch
         self.trace, self.pattern, self.capture_seconds = capture.trace, capture.pattern, capture.seconds
-        self.kept = capture.kept
+        self.kept, self.rows_of_outputs = capture.kept, capture.rows_of_outputs
+        self.rows_by_place: Mapping[int, int | None] = {}  # see `zgraph.runtime.join_outputs`
         self.context = context
         partition = here.partition
         self.stages = cut(capture.joint, partition, context.plan)

@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from zgraph.capture.batch import Call
 from zgraph.capture.call_signature import batch_rows, batch_size
 from zgraph.errors import CaptureError, StepError, UnsupportedError
 from zgraph.parameters.replaced_parameters import refuse_hooks
 from zgraph.plan.pipeline_schedules.actions import Action, Kind
 from zgraph.plan.pipeline_schedules.schedule import Schedule
+from zgraph.runtime.join_outputs import join_outputs, rows_by_place
 from zgraph.runtime.train_step import (
-    Call,
     cut_batch,
     for_forward,
     in_order,
-    join_outputs,
     loss_of,
     named,
     no_loss,
@@ -208,7 +208,9 @@ def _joined(
     ]
     if not staged.settled:
         runtime.settle(staged, *calls[0])
-    return join_outputs(results, shares, [batch_size(*call) for call in calls])
+    is_part = runtime.beside_batch.is_part
+    staged.rows_by_place = rows_by_place(results[-1], outputs[-1], staged.rows_of_outputs, calls[-1], is_part)
+    return join_outputs(results, shares, [batch_size(*call) for call in calls], staged.rows_by_place)
 
 
 def _forwards(schedule: Schedule, micro_batches: int) -> Schedule:

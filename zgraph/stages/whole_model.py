@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zgraph.capture.batch import Call, refuse_no_batch
+from zgraph.capture.batch import Call, MicroBatch
 from zgraph.capture.call_signature import batch_size, signature
 from zgraph.capture.capture import Trace, trace
 from zgraph.capture.ignored_targets import LossesSeen
@@ -109,9 +109,13 @@ class WholeModel:
         wanted = loss if self.loss_fn is not None and by_loss else None
         pattern = loss_pattern(traced, wanted, self.module, args, kwargs)
         joint = joint_of(traced, self.plan, name, pattern)
+        rows_of_outputs: Mapping[int, int | None] = {}
         if self.staged and self.plan.micro_batches > 1:
             flat = traced.flat.flatten(self.module, args, kwargs)
-            refuse_no_batch(joint, (args, kwargs), flat, self.beside_batch.is_part, self._captured_at)
+            here = MicroBatch(joint, (args, kwargs), flat, self.beside_batch.is_part, self._captured_at)
+            if (shown := here.of_several_rows()) is not None:
+                shown.refuse_no_batch()
+                rows_of_outputs = shown.rows_of_outputs()
         return Capture(
             signature(self.module, args, kwargs),
             traced,
@@ -120,4 +124,5 @@ class WholeModel:
             time.perf_counter() - start,
             by_loss,
             kept_buffers,
+            rows_of_outputs,
         )

@@ -17,12 +17,13 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from zgraph.build.update_program import trained
+from zgraph.capture.batch import Call
 from zgraph.parameters.layout import planned_layout
 from zgraph.parameters.mixed_precision import check, prepare
 from zgraph.plan.offloading import Offload
 from zgraph.plan.plan import Plan
 from zgraph.program.program import InputRole, OutputRole, ParamSpec
-from zgraph.runtime.train_step import Call, for_forward, loss_of, named
+from zgraph.runtime.train_step import for_forward, loss_of, named
 from zgraph.update import scaler
 from zgraph.update.build_update import AHEAD, EMA, MASTER, NONFINITE, build_update, scalar_names, states_of
 from zgraph.update.parameter_groups import Member
