@@ -398,6 +398,57 @@ def test_verify_sees_a_model_that_does_not_mask_padding():
     assert not found.ok
 
 
+class Counts(nn.Module):
+    """A model of words that masks nothing; `how` it counts what is behind them."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.how, self.embed, self.normed = how, nn.Embedding(WORDS, 8), nn.BatchNorm1d(8)
+
+    def forward(self, words):
+        hidden = self.embed(words)
+        if self.how == "mean":
+            return hidden.mean(1)
+        if self.how == "last":
+            return hidden[:, -1] * 2
+        if self.how == "attention":
+            return nn.functional.scaled_dot_product_attention(hidden, hidden, hidden)
+        if self.how == "statistics":
+            return self.normed(hidden.flatten(0, 1)).view_as(hidden)
+        if self.how == "windows":
+            return nn.functional.conv1d(hidden.mT, torch.ones(4, 8, 3), padding=1).sum((1, 2))
+        causal = nn.functional.scaled_dot_product_attention(hidden, hidden, hidden, is_causal=True)
+        return nn.functional.dropout(causal, 0.5) if self.how == "dropout" else causal
+
+
+def told_of_padding(caplog, model: nn.Module, **given: torch.Tensor) -> int:
+    with caplog.at_level(logging.WARNING, "zgraph"):
+        model(**given)
+    return sum("the model counts its padding" in r.getMessage() for r in caplog.records)
+
+
+@pytest.mark.parametrize("how", ["mean", "last", "attention", "statistics", "windows"])
+def test_a_model_that_counts_its_padding_is_told(how, caplog):
+    words, plain = batch(3, 5)["words"], Counts(how)
+    mine = compiled(plain, pad={"words": 0})
+    assert not told_of_padding(caplog, mine, words=torch.randint(1, WORDS, (3, 8)))  # (nothing is padded)
+    told_of_padding(caplog, mine, words=words)
+    assert told_of_padding(caplog, mine, words=words) == 1
+    assert mine.normed.num_batches_tracked == (3 if how == "statistics" else 0)  # (what looks at it changes nothing)
+
+
+@pytest.mark.parametrize("how", ["causal", "dropout"])
+def test_one_whose_padding_counts_for_nothing_draws_what_it_would(how, caplog):
+    mine = compiled(plain := Counts(how), pad={"words": 0}, buckets=(8,))
+    words = torch.nn.functional.pad(batch(3, 5)["words"], (0, 3))
+    torch.manual_seed(2)
+    expected = plain(words)[:, :5]
+    torch.manual_seed(2)
+    assert torch.allclose(mine(words[:, :5]), expected)
+    assert not any("the model counts" in r.getMessage() for r in caplog.records)
+
+
 # Ranks.
 
 

@@ -93,6 +93,8 @@ class Padded:
     real: Lengths  # the sizes before padding
     lengths: Lengths  # the sizes after padding
     made: frozenset[int]  # addresses of the storages that padding allocated, which are not the user's
+    inputs: tuple[tuple[str, torch.Tensor, Pad], ...]  # (name, padded tensor, how it is padded) of each input that is
+    anywhere: bool  # whether a batch is smaller than the bucket, on this rank or another
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,7 @@ class PaddedCalls:
         self._seen: dict[Any, list[_Seen]] = {}  # captures by all that calls have in common but the padded sizes
         self._now = threading.local()
         self._warned = False
+        self._probed: set[Any] = set()  # the buckets, and modes, in which padding was checked to count for nothing
 
     # -- in -----------------------------------------------------------------------------------------------------------
     def padded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Padded:
@@ -170,7 +173,10 @@ class PaddedCalls:
         lengths = {name: max(self._bucket(view.get(name, 0)) for _, view in views) for name in real}
         call = self._with(args, kwargs, lengths)
         new_addresses = _addresses(call) - _addresses((args, kwargs)) - {0}
-        return Padded(call, real, lengths, new_addresses)
+        named = zip(self._leaves(*call), pytree.tree_leaves(call), strict=True)
+        inputs = tuple((path, x, self.pads[path]) for (path, _), x in named if path in self.pads and x is not None)
+        anywhere = any(view != lengths for _, view in views if view)
+        return Padded(call, real, lengths, new_addresses, inputs, anywhere)
 
     def _leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
         """Return the (path, value) of each input of a call, in order."""
@@ -366,6 +372,15 @@ class PaddedCalls:
             yield
         finally:
             self._now.padded = None
+
+    def to_probe(self) -> Padded | None:
+        """Return the running call if it is the first one with padding, on any rank, of its buckets and mode."""
+        padded: Padded = self._now.padded
+        key = *padded.lengths.items(), self.rank.module.training
+        if not padded.anywhere or key in self._probed:
+            return None
+        self._probed.add(key)
+        return padded
 
     def cuts(self, follows: Follows, outputs: Sequence[Any], *, copied: bool) -> dict[int, Cut]:
         """Return how the flat outputs of the running call are cut, by their position."""

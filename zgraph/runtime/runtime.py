@@ -37,12 +37,14 @@ from zgraph.plan.shapes import buckets_of
 from zgraph.program.program import InputRole, OutputRole, ParamSpec, Program
 from zgraph.program.remark import Remark
 from zgraph.ranks import heartbeat, progress
+from zgraph.ranks.rng import restored
 from zgraph.runtime.adapted_schedule import AdaptedSchedule
 from zgraph.runtime.autograd_function import Saved, Step
 from zgraph.runtime.beside_batch import BesideBatch
 from zgraph.runtime.calls import Calls
 from zgraph.runtime.capacity_checks import check_capacity
 from zgraph.runtime.compile_once import compile_all, compile_once
+from zgraph.runtime.counted_padding import other_padding, warn_of_counted
 from zgraph.runtime.explain_nonfinite import NonFinite
 from zgraph.runtime.hot_sizes import HotSizes
 from zgraph.runtime.out_of_memory import explained
@@ -257,6 +259,32 @@ class Runtime(Rank):
         self.votes.batch(entry, step, flat)
         self.votes.random(step)
         _refuse_offsets(entry, flat)
+        probe = self._probe(entry, step, flat)
+        outputs = self._run(entry, step, flat)
+        if probe is not None:
+            warn_of_counted(outputs, *probe)
+        return outputs
+
+    def _probe(self, entry: Entry, step: StepProgram, flat: tuple[Any, ...]) -> tuple[list[Any], list[str]] | None:
+        """Return (the flat outputs, the names of the inputs) of a padded call with other padding, if it has to be checked; all ranks
+        run it together.
+        """
+        padded = self.buckets.to_probe() if self.buckets is not None else None
+        if padded is None:
+            return None
+        changed = other_padding(entry.program().captured, flat, padded)
+        given = [changed[at][1] if at in changed else x for at, x in enumerate(flat)]
+        whole = bool(self.unsharded.weights)
+        with restored(None, self.device), torch.no_grad():
+            outputs, _ = self.run_forward(entry, step, given, mutate=False)
+        if not whole:
+            self.unsharded.drop()
+        cuts = self.cuts(entry, outputs)
+        return [cuts[at].of(x) if at in cuts else x for at, x in enumerate(outputs)], [
+            name for name, _ in changed.values()
+        ]
+
+    def _run(self, entry: Entry, step: StepProgram, flat: tuple[Any, ...]) -> tuple[Any, ...]:
         if not (entry.trace.differentiable and torch.is_grad_enabled()):
             outputs, _ = self.run_forward(entry, step, flat)
             cuts = self.cuts(entry, outputs)
