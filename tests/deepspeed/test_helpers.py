@@ -192,6 +192,9 @@ def whole_values(precision):
         atol=0.05 if precision == "bf16" else 1e-6,
     )
     utils.safe_set_full_grad(weight, torch.ones_like(gradient))
+    before += 2**-12  # (what a low weight does not hold, before there was any update)
+    utils.safe_set_full_fp32_param(weight, before)
+    assert torch.equal(utils.safe_get_full_fp32_param(weight), before)
     engine.step()
     first = utils.safe_get_full_optimizer_state(weight, "exp_avg")
     assert torch.allclose(first, torch.full((3, 5), 0.1)) and first.shape == (3, 5)
@@ -213,6 +216,9 @@ def whole_values(precision):
     assert utils.safe_get_full_fp32_param(weight).unique().tolist() == [0.5, 1.5]
     utils.safe_set_local_optimizer_state(weight, torch.full_like(mine, rank + 2.0), "exp_avg")
     assert utils.safe_get_full_optimizer_state(weight, "exp_avg").unique().tolist() == [2.0, 3.0]
+    weight.requires_grad_(False)
+    assert utils.safe_get_full_fp32_param(weight) is None and utils.safe_get_local_fp32_param(weight) is None
+    weight.requires_grad_(True)
     engine.backward(engine(x).float().square().mean())
     utils.safe_set_local_grad(weight, torch.full_like(utils.safe_get_local_grad(weight), rank + 1.0))
     utils.safe_update_full_grad_vectorized([weight], lambda grad, param: grad * 2)

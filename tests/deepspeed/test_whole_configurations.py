@@ -318,13 +318,13 @@ WRONG = [
     ("zero_optimizaton", {"zero_optimizaton": {"stage": 3}}, "zero_optimization"),
     ("zero_optimization.stge", {"zero_optimization": {"stge": 3}}, "stage"),
     ("zero_optimization.stage", {"zero_optimization": {"stage": 4}}, "0, 1, 2 or 3"),
-    ("zero_optimization.stage", {"zero_optimization": {"stage": "3"}}, "whole number"),
+    ("zero_optimization.stage", {"zero_optimization": {"stage": "three"}}, "whole number"),
     ("zero_optimization.stage", {"zero_optimization": {"stage": 2.5}}, "whole number"),
     ("zero_optimization", {"zero_optimization": 3}, "section"),
     ("zero_optimization.reduce_bucket_size", {"zero_optimization": {"reduce_bucket_size": -1}}, "5e8"),
-    ("zero_optimization.reduce_bucket_size", {"zero_optimization": {"reduce_bucket_size": "5e8"}}, "number"),
+    ("zero_optimization.reduce_bucket_size", {"zero_optimization": {"reduce_bucket_size": "5e8B"}}, "number"),
     ("zero_optimization.reduce_bucket_size", {"zero_optimization": {"reduce_bucket_size": float("inf")}}, "number"),
-    ("zero_optimization.overlap_comm", {"zero_optimization": {"overlap_comm": "yes"}}, "true or false"),
+    ("zero_optimization.overlap_comm", {"zero_optimization": {"overlap_comm": "yess"}}, "true or false"),
     ("zero_optimization.overlap_comm", {"zero_optimization": {"overlap_comm": 2}}, "true or false"),
     ("zero_optimization.offload_param.device", {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "nvme_path"),
     ("zero_optimization.offload_param.device", {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "stage 3"),
@@ -355,7 +355,7 @@ WRONG = [
     ("gradient_allreduce_op", {"gradient_allreduce_op": "sum"}, "multiply the loss"),
     ("communication_data_type", {"communication_data_type": "int8"}, "bf16"),
     ("fp16.enabled", {"fp16": {"enabled": True}, "bf16": {"enabled": True}, **ADAM}, "one of them"),
-    ("fp16.enabled", {"fp16": {"enabled": "yes"}}, "true or false"),
+    ("fp16.enabled", {"fp16": {"enabled": "yess"}}, "true or false"),
     ("log_level", {"log_level": "loud"}, "no level"),
     ("fp16.loss_scale_windw", {"fp16": {"enabled": True, "loss_scale_windw": 5}, **ADAM}, "loss_scale_window"),
     ("fp16.loss_scale_window", {"fp16": {"enabled": True, "loss_scale_window": 0}, **ADAM}, ""),
@@ -393,7 +393,7 @@ WRONG = [
      {"pipeline_parallel": {"enabled": True, "pp_size": 2, "micro_batches": 4}, "train_micro_batch_size_per_gpu": 1,
       "gradient_accumulation_steps": 2}, "one of them"),
     ("expert_parallel", {"expert_parallel": {"enabled": True}}, "leave it out"),
-    ("activation_checkpointing.cpu_checkpointing", {"activation_checkpointing": {"cpu_checkpointing": "yes"}}, "true or false"),
+    ("activation_checkpointing.cpu_checkpointing", {"activation_checkpointing": {"cpu_checkpointing": "yess"}}, "true or false"),
     ("elasticity.micro_batch_sizes", {"elasticity": {"enabled": True, "max_train_batch_size": 20, "micro_batch_sizes": []}, **ADAM}, ""),
     ("train_batch_size", {"train_batch_size": 8, "elasticity": {"enabled": True, "max_train_batch_size": 20, "micro_batch_sizes": [2]}, **ADAM}, ""),
     ("checkpoint.use_node_local_storage", {"checkpoint": {"use_node_local_storage": True}}, "share"),
@@ -415,7 +415,7 @@ WRONG = [
     ("tensor_parallel.tp.tp_sise", {"tensor_parallel": {"tp": {"tp_sise": 2}}}, "tp_size"),
     ("checkpoint.parallel_write.pipeline_stages", {"checkpoint": {"parallel_write": {"pipeline_stages": True}}}, "pipeline_stage"),
     ("timers.throughput.enable", {"timers": {"throughput": {"enable": False}}}, "enabled"),
-    ("timers.throughput.enabled", {"timers": {"throughput": {"enabled": "no"}}}, "true or false"),
+    ("timers.throughput.enabled", {"timers": {"throughput": {"enabled": "noo"}}}, "true or false"),
     ("flops_profiler.profil_step", {"flops_profiler": {"enabled": True, "profil_step": 3}}, "profile_step"),
     ("flops_profiler.profile_step", {"flops_profiler": {"enabled": True, "profile_step": "first"}}, "whole number"),
     ("csv_monitor.job_nam", {"csv_monitor": {"enabled": True, "job_nam": "x"}}, "job_name"),
@@ -457,7 +457,7 @@ WRONG = [
     ("scheduler.type", {"scheduler": {"type": "linear"}, **ADAM}, "WarmupLR"),
     ("scheduler.params.total_num_steps", {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}, **ADAM}, "arguments"),
     ("tensor_parallel", {"tensor_parallel": 2}, "section"),
-    ("sequence_parallel_size", {"sequence_parallel_size": "2"}, "whole number"),
+    ("sequence_parallel_size", {"sequence_parallel_size": "two"}, "whole number"),
     ("pipeline.activation_checkpoint_interval", {"pipeline": {"stages": 2, "activation_checkpoint_interval": -1}}, "0 for none"),
     ("pipeline_parallel.pp_size", {"pipeline_parallel": {"enabled": True, "pp_size": 0}}, "from 1"),
     ("elasticity.version", {"elasticity": {"enabled": True, "max_train_batch_size": 20, "micro_batch_sizes": [2], "version": 0.3}, **ADAM}, "0.2"),
@@ -482,7 +482,7 @@ def test_what_is_wrong_is_refused_with_key_reason_and_remedy(key, given, remedy)
 
 def test_all_that_is_refused_is_told_at_once():
     with pytest.raises(PlanError) as caught:
-        deepspeed.plan({"zero_optimizaton": {}, "gradient_clipping": -1, "fp16": {"enabled": "yes"}}, world=2)
+        deepspeed.plan({"zero_optimizaton": {}, "gradient_clipping": -1, "fp16": {"enabled": "yess"}}, world=2)
     assert {p.where for p in caught.value.problems} == {"zero_optimizaton", "gradient_clipping", "fp16.enabled"}
 
 
@@ -500,6 +500,25 @@ def test_no_ranks_are_refused():
 def test_a_configuration_in_base64_is_read_as_deepspeed_reads_it():
     text = base64.urlsafe_b64encode(json.dumps({"zero_optimization": {"stage": 2}}).encode()).decode()
     assert deepspeed.plan(text, world=2).plan.zero == 2
+
+
+def test_texts_that_stand_for_numbers_and_switches_are_these():
+    """YAML reads 5e8 and 1e-3 as texts, and DeepSpeed's sections take "500000000", "3" and "true"."""
+    numbers = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": 0.5,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3, "overlap_comm": False, "reduce_bucket_size": 5e8, "sub_group_size": 10**9},
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "adam_w_mode": False}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 3e-4, "warmup_num_steps": 100}},
+    }
+
+    def written(value):
+        if isinstance(value, dict):
+            return {name: written(inner) for name, inner in value.items()}
+        return [str(item) for item in value] if isinstance(value, list) else str(value)
+
+    assert deepspeed.plan(written(numbers), world=2)[0] == deepspeed.plan(numbers, world=2)[0]
 
 
 def test_a_key_that_is_no_text_is_refused():

@@ -20,16 +20,17 @@ from zgraph.update.optimizer import copy_state
 _KEYS = {"fp32": MASTER}
 
 
-def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor:
-    """Return the whole parameter in float32, from its master weight if there is one."""
-    return _whole(_accurate(param)).float()
+def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
+    """Return the whole parameter in float32, from its master weight if there is one; None if it is frozen, as DeepSpeed
+    does (`param.full_tensor()` is its value)."""
+    return _whole(_accurate(param)).float() if param.requires_grad else None
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Write the whole parameter and its master weight. Raises `ModelError` for a value of another shape, as the other
     setters do."""
     _refuse_another_shape(value, param, "a parameter")
-    master = _state(param, MASTER)
+    master = _made_master(param)
     if master is not None:
         copy_state(master, value.to(master.dtype))
     copy_state(param.detach(), value.to(param.dtype))
@@ -64,9 +65,9 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
 
 
 # -- this rank's shard --------------------------------------------------------------------------------------------------------
-def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor:
-    """Return this rank's rows of the parameter in float32."""
-    return _local(_accurate(param)).float()
+def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
+    """Return this rank's rows of the parameter in float32; None if it is frozen."""
+    return _local(_accurate(param)).float() if param.requires_grad else None
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
@@ -83,7 +84,7 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Write this rank's rows of the parameter and of its master weight. Raises `ModelError` for another number of elements,
     as the other setters do."""
-    master = _state(param, MASTER)
+    master = _made_master(param)
     if master is not None:
         _write_local(master, value)
     _write_local(param.detach(), value)
@@ -143,6 +144,16 @@ def _accurate(param: nn.Parameter) -> torch.Tensor:
     """Return a parameter's master weight, or the parameter itself if it has none."""
     master = _state(param, MASTER)
     return param.detach() if master is None else master
+
+
+def _made_master(param: nn.Parameter) -> torch.Tensor | None:
+    """Return a parameter's master weight, made if there has been no update yet; None if it has none."""
+    model = owner_of(param)
+    if param.dtype is not torch.float32 and model is not None:
+        handle: Any = model.__dict__["zgraph"]
+        if handle.deferred is None and handle.optimizer is not None:
+            handle.runtime.updater.make_states()
+    return _state(param, MASTER)
 
 
 def _state(param: nn.Parameter, name: str) -> torch.Tensor | None:

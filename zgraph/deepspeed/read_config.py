@@ -6,6 +6,7 @@ import base64
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -96,8 +97,34 @@ def _parsed(text: str) -> Any:
         raise
 
 
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
+_SWITCHES = {
+    **dict.fromkeys((True, "true", "t", "yes", "y", "on", "1"), True),
+    **dict.fromkeys((False, "false", "f", "no", "n", "off", "0"), False),
+}
+
+
+def _of_text(value: Any, key: str) -> Any:
+    """Return the number or switch that a text (or 0 or 1) stands for, as pydantic reads DeepSpeed's sections; all else as it is.
+
+    (YAML reads 1e-3 and 5e8 as texts.) What the numbers of an optimizer or a schedule are named is free; their lists are read too.
+    """
+    free = key.startswith(tuple(f"{section}." for section in FREE[:2]))
+    if free and isinstance(value, (list, tuple)):
+        return type(value)(_of_text(item, key) for item in value)
+    kind = "free" if free else KEYS[key].kind if key in KEYS else "any"
+    small = value.lower() if isinstance(value, str) else value
+    if kind == "bool" and type(value) in (str, int) and small in _SWITCHES:
+        return _SWITCHES[small]
+    if free and small in ("true", "false"):
+        return small == "true"
+    if isinstance(value, str) and kind in ("free", "int", "number", "positive") and _NUMBER.fullmatch(value):
+        return int(value) if value.lstrip("+-").isdecimal() else float(value)
+    return value
+
+
 def _own(config: Mapping[str, Any], section: str = "") -> dict[str, Any]:
-    """Return a copy with the present names of keys, and 0 and 1 as false and true for keys that take these."""
+    """Return a copy with the present names of keys, and texts that stand for numbers and switches as these."""
     renamed: dict[str, Any] = {}
     for given, value in config.items():
         if not isinstance(given, str):
@@ -112,8 +139,7 @@ def _own(config: Mapping[str, Any], section: str = "") -> dict[str, Any]:
             raise PlanError(
                 f"{key} is given twice", where=key, hint=f"keep one of them (it has two names, of which one is {given})"
             )
-        switch = key in KEYS and KEYS[key].kind == "bool" and type(value) is int and value in (0, 1)
-        renamed[name] = _own(value, f"{key}.") if isinstance(value, Mapping) else bool(value) if switch else value
+        renamed[name] = _own(value, f"{key}.") if isinstance(value, Mapping) else _of_text(value, key)
     return renamed
 
 
