@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import bisect
 import itertools
+from collections import Counter
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import fx
 
@@ -16,6 +18,9 @@ from zgraph.program.aliases import is_cast, is_view
 from zgraph.program.node import Phase, info
 from zgraph.program.program import Fact, InputRole, Program
 
+if TYPE_CHECKING:
+    from zgraph.passes.overlap.follow_order import Start
+
 
 @dataclass(frozen=True)
 class RegatherOptions:
@@ -26,6 +31,9 @@ class RegatherOptions:
     reuse_bytes: int | None = None  # None: 1% of the largest layer
     keep: frozenset[str] = frozenset()  # names of further weights that are held from the forward to the backward
     turn: bool = True  # whether the backward follows its forward directly, with no other micro-batches between the two
+    # another program's order, whose ranks gather together with those of this one: a weight that is held there is held here, and one
+    # that is gathered again there is gathered again, as often
+    order: tuple[Start, ...] = ()
 
 
 @graph_pass(
@@ -41,18 +49,23 @@ def regather(program: Program, options: RegatherOptions) -> dict[str, int]:
     wholes = gathered(program, Phase.FORWARD) | coming_in(program)
     reuse = _Reuse(program, wholes)
     close = largest_layer(program) // 100 if options.reuse_bytes is None else options.reuse_bytes
+    there = Counter(name for start in options.order if not start.reduces for name in start.names)
     for name, whole in wholes.items():
         chain = _forward_chain(whole)
         late = sorted({user for link in chain for user in _backward_users(link)})
         if not late:
             continue
-        if name in options.keep or (options.turn and reuse.distance(name) <= close):
+        near = options.turn and reuse.distance(name) <= close
+        if there[name] == 1 or name in options.keep or (near and not there[name]):
             held_count += 1
             continue
         spec = program.params[name]
         shard = program.input_nodes(InputRole.PARAMETER)[name]
         reaches = [link for link in chain[1:] if any(_backward_users(late_link) for late_link in _reach(link, chain))]
-        for readers in reuse.visits(name, late, close):
+        visits = reuse.visits(name, late, close)
+        if 1 < there[name] <= len(visits):
+            visits = [*visits[: there[name] - 2], [*itertools.chain(*visits[there[name] - 2 :])]]
+        for readers in visits:
             with program.graph.inserting_before(readers[0]):
                 copies = {whole: add_gather(program, shard, spec, Phase.BACKWARD, like=readers[0])}
                 for link in reaches:

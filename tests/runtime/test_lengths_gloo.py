@@ -189,6 +189,27 @@ def test_a_single_row_or_word_beside_several(two, model):
         assert len(programs) == 3  # (a row, rows, and rows of a word)
 
 
+class FirstToken(nn.Module):
+    """A token before each row: to give it to one row is nothing, so that other weights lie between two reads of the head."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.first = nn.Embedding(WORDS, 8), nn.Parameter(torch.randn(8))
+        self.head = nn.Linear(8, WORDS)
+
+    def forward(self, words, targets):
+        hidden = self.embed(words)
+        hidden = torch.cat([self.first.expand(hidden.shape[0], 1, -1), hidden], 1)
+        hidden = nn.functional.scaled_dot_product_attention(hidden, hidden, hidden)[:, 1:]
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), targets.flatten())
+
+
+def test_what_one_program_gathers_again_is_gathered_again_beside_it(two):
+    for worst, programs in two.run(gradients, 3, "eager", UNEVEN[:2], FirstToken):
+        assert worst < 2e-6
+        assert len(programs) == 2
+
+
 @pytest.mark.slow  # (stage 3: above; stage 1: steps with an optimizer)
 @pytest.mark.parametrize(("zero", "backend"), [(0, "eager"), (1, "eager"), (2, "eager"), (3, "inductor")])
 def test_single_rows_at_each_zero_stage(two, zero, backend):

@@ -317,7 +317,7 @@ def _lets_go(context: PassContext) -> Decision:
 
 def _regather_options(context: PassContext) -> RegatherOptions:
     reused = context.plan.prefetch.reuse_bytes
-    return RegatherOptions(reused, context.choice.keep, not context.staged or reused is not None)
+    return RegatherOptions(reused, context.choice.keep, not context.staged or reused is not None, context.order)
 
 
 def _keeps_parts(context: PassContext) -> Decision:
