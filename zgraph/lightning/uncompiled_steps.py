@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from zgraph.errors import ModelError, ZgraphError
 from zgraph.runtime.autograd_function import Step
+from zgraph.torch_compat.plain_operands import MIXED
 from zgraph.torch_compat.submodules import CALLED
 
 
@@ -54,7 +55,7 @@ def explained(step: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ModelError) as error:
-        if isinstance(error, ModelError) and CALLED not in str(error):
+        if isinstance(error, ModelError) and CALLED not in str(error) and MIXED not in str(error):
             raise
         if "data is not allocated yet" in str(error) and "DTensor" not in str(error):
             raise ModelError(
@@ -62,7 +63,7 @@ def explained(step: str) -> Iterator[None]:
                 why=f"weights and gradients are DTensors ({str(error).splitlines()[0]})",
                 hint="self.model.zgraph.grad_norms() for norms of gradients; value.full_tensor() for another value",
             ) from error
-        if "mixed torch.Tensor and DTensor" not in str(error) and CALLED not in str(error):
+        if MIXED not in str(error) and CALLED not in str(error):
             raise
         raise ModelError(
             f"{step} reads a weight of a compiled module, and does not call the module",

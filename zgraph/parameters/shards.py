@@ -27,12 +27,9 @@ from zgraph.program.program import DATA_DIMS, ParamSpec
 from zgraph.torch_compat import dtensors
 from zgraph.torch_compat.dtensors import local_of
 from zgraph.torch_compat.modules import Registered, registered
-from zgraph.torch_compat.noise_of_shards import NOISE
-from zgraph.torch_compat.numbers_of_shards import NUMBERS
 from zgraph.torch_compat.operators_of_shards import treat_operators
-from zgraph.torch_compat.sums_of_shards import SUMS
 from zgraph.torch_compat.tensor_hooks import has_hooks
-from zgraph.torch_compat.writes_to_parts import WRITES
+from zgraph.torch_compat.treatments_of_shards import treatments
 
 if TYPE_CHECKING:
     from zgraph.offload.run_transfers import Tier
@@ -79,7 +76,7 @@ class Shards:
     def __post_init__(self) -> None:
         if self.mesh is not None:
             watch_optimizers(self)
-            treat_operators(self, self.mesh, {**NUMBERS, **NOISE, **SUMS, **WRITES})
+            treat_operators(self, self.mesh, treatments())
 
     def params(self) -> dict[str, nn.Parameter]:
         """Return the module's parameters by name, as they were last looked up."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, debug
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, Shard
 
 _world: weakref.ref[Any] | None = None  # the default process group at the last `forget_destroyed_meshes`
 
@@ -58,6 +58,18 @@ def shard_of_another_rank(value: Any) -> tuple[int, ...] | None:
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the local part of a DTensor, below autograd; another tensor as it is."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def part_of(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
+    """Return a view of what this rank holds of a whole tensor."""
+    mesh = like.device_mesh
+    for at, placement in enumerate(like.placements):
+        if isinstance(placement, Shard):
+            size, rank = whole.shape[placement.dim], mesh.get_local_rank(at)
+            most = -(-size // mesh.size(at))
+            start = min(most * rank, size)
+            whole = whole.narrow(placement.dim, start, min(most, size - start))
+    return whole
 
 
 def detached(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import tree_map_only
 
 from zgraph.errors import ModelError
-from zgraph.torch_compat.dtensors import dtensor, layout
+from zgraph.torch_compat.dtensors import dtensor, layout, local_of, part_of
 from zgraph.torch_compat.operators_of_shards import Treatment, as_torch_does, is_divided, is_of_a_model
 
 aten = torch.ops.aten
@@ -28,43 +28,45 @@ _IN_PLACE = (
     aten.geometric_.default,
     aten.log_normal_.default,
     aten.cauchy_.default,
+    *(aten.random_.default, aten.random_.to, getattr(aten.random_, "from"), aten.bernoulli_.Tensor),
 )
 _LIKE = (aten.randn_like.default, aten.rand_like.default, aten.randint_like.default, aten.randint_like.low_dtype)
-_OF_VALUES = (aten.bernoulli.default, aten.native_dropout.default)
-_OTHERS = (aten.rrelu_with_noise.default, aten.rrelu_with_noise_functional.default, aten.multinomial.default)
+_OF_VALUES = (
+    *(aten.bernoulli.default, aten.native_dropout.default),
+    *(aten.normal.Tensor_Tensor, aten.normal.Tensor_float, aten.normal.float_Tensor),
+)
+_OTHERS = (
+    aten.rrelu_with_noise.default,
+    aten.rrelu_with_noise_functional.default,
+    aten.multinomial.default,
+    aten.poisson.default,
+)
 
 
 def _draw(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Draw for a DTensor."""
-    given: DTensor = args[0]
+    every = [t for t in (*args, *kwargs.values()) if isinstance(t, DTensor)]
+    given = next(filter(is_divided, every), every[0])
     mesh, local = given.device_mesh, given._local_tensor
-    if local.is_meta or not is_of_a_model(given) or any(type(p) not in (Shard, Replicate) for p in given.placements):
+    known = (Shard, Replicate)
+    if local.is_meta or any(not is_of_a_model(t) or any(type(p) not in known for p in t.placements) for t in every):
         return as_torch_does(operator, args, kwargs)
-    whole = torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device=local.device)
-    if operator in _OF_VALUES:
-        _part_of(whole.fill_(1), given).copy_(local)  # (each number decides about the value in its own place)
-    drawn = operator(whole, *args[1:], **kwargs)
+
+    def spread(tensor: DTensor) -> torch.Tensor:  # (each number decides about the value in its own place)
+        whole = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=local.device).fill_(1)
+        part_of(whole, tensor).copy_(local_of(tensor))
+        return whole
+
+    drawn = operator(*tree_map_only(DTensor, spread, args), **tree_map_only(DTensor, spread, dict(kwargs)))
     if operator in _IN_PLACE:
-        local.copy_(_part_of(drawn, given))
-        return given
+        local_of(args[0]).copy_(part_of(drawn, args[0]))
+        return args[0]
 
     def divided(value: torch.Tensor) -> DTensor:
         where = layout(mesh, given.placements, value.shape, value.stride(), value.dtype)
-        return dtensor(_part_of(value, given).clone(), where)
+        return dtensor(part_of(value, given).clone(), where)
 
     return tree_map_only(torch.Tensor, divided, drawn)
-
-
-def _part_of(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
-    """Return a view of what this rank holds of a whole tensor."""
-    mesh = like.device_mesh
-    for at, placement in enumerate(like.placements):
-        if isinstance(placement, Shard):
-            size, rank = whole.shape[placement.dim], mesh.get_local_rank(at)
-            most = -(-size // mesh.size(at))
-            start = min(most * rank, size)
-            whole = whole.narrow(placement.dim, start, min(most, size - start))
-    return whole
 
 
 def _refuse(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

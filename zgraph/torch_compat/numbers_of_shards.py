@@ -6,8 +6,6 @@ whole one on none.
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,19 +14,23 @@ from torch.distributed.tensor import DTensor
 
 from zgraph.errors import ModelError
 from zgraph.torch_compat.dtensors import local_of
-from zgraph.torch_compat.operators_of_shards import Treatment, in_optimizer_step, is_divided, is_of_a_model
-
-_TORCH = os.path.dirname(torch.__file__) + os.sep
+from zgraph.torch_compat.operators_of_shards import (
+    Treatment,
+    called_by_all_ranks,
+    is_divided,
+    is_of_a_model,
+    line_of_caller,
+)
 
 
 def _read(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Read the number of a DTensor of one element."""
     tensor: DTensor = args[0]
     if is_divided(tensor) and is_of_a_model(tensor):
-        if not in_optimizer_step():
+        if not called_by_all_ranks():
             raise ModelError(
                 "a number is read of a tensor that is divided over the ranks",
-                where=_reader(),
+                where=line_of_caller(),
                 why="each rank has another part of the weights and gradients, and would read the number of its own",
                 hint="value.full_tensor() first, on all ranks; model.zgraph.grad_norms() for norms of gradients; "
                 "zgraph.full_weights(model) for weights; or zero=0 in the plan, with which each rank has them whole",
@@ -39,12 +41,4 @@ def _read(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> An
 
 
 NUMBERS: dict[Any, Treatment] = {torch.ops.aten._local_scalar_dense.default: _read}
-"""An optimizer's step reads the number of a whole tensor, and none is read elsewhere."""
-
-
-def _reader() -> str:
-    """Return the file and line that read the number, outside of torch."""
-    frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+"""An optimizer's step and torch.nn.init read the number of a whole tensor, and none is read elsewhere."""

@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_map_only
 
 from zgraph.torch_compat.dtensors import local_of
-from zgraph.torch_compat.operators_of_shards import Treatment, as_torch_does, in_optimizer_step, is_of_a_model
+from zgraph.torch_compat.operators_of_shards import Treatment, as_torch_does, called_by_all_ranks, is_of_a_model
+from zgraph.torch_compat.whole_operands import else_on_whole
 
 aten = torch.ops.aten
 _SUMS = (
@@ -31,7 +32,7 @@ _SUMS = (
 
 def _sum(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     result = as_torch_does(operator, args, kwargs)
-    return tree_map_only(DTensor, _whole, result) if in_optimizer_step() else result
+    return tree_map_only(DTensor, _whole, result) if called_by_all_ranks() else result
 
 
 def _whole(tensor: DTensor) -> DTensor:
@@ -56,7 +57,7 @@ def _put(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
         and value.numel() == 1
     )
     if not here:
-        return as_torch_does(operator, args, kwargs)
+        return else_on_whole(operator, args, kwargs)
     operator(local_of(given), [local_of(mask)], local_of(value), *args[3:], **kwargs)
     return given
 

@@ -18,13 +18,24 @@ from torch.utils._pytree import tree_leaves
 
 from zgraph.errors import ModelError
 from zgraph.torch_compat.dtensors import local_of
-from zgraph.torch_compat.operators_of_shards import Treatment, as_torch_does, is_divided, is_of_a_model, table
+from zgraph.torch_compat.operators_of_shards import (
+    Treatment,
+    as_torch_does,
+    is_divided,
+    is_of_a_model,
+    table,
+    with_strategies,
+)
+from zgraph.torch_compat.whole_operands import else_on_whole
 
 aten = torch.ops.aten
 _VIEWS = (
-    *(aten.select.int, aten.slice.Tensor, aten.diagonal.default, aten.unbind.int),
+    *(aten.select.int, aten.slice.Tensor, aten.diagonal.default),
     *(aten.split.Tensor, aten.split_with_sizes.default),
 )
+_NO_WRITES = (aten.detach_.default,)  # (whatever their schemas say)
+_NOT_OF_ALL = (aten.unbind.int, aten.view.default, aten._unsafe_view.default)
+"""Views that torch has for other dimensions than the divided one, or for rows that divide evenly."""
 _copies: list[tuple[StorageWeakRef, torch.Size]] = []
 """The memory of what was gathered for a view, and the sizes of what it was gathered of."""
 _under: dict[Any, Any] = {}
@@ -33,10 +44,10 @@ _under: dict[Any, Any] = {}
 
 def _view(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Take a view as torch does, and remember it if it is a copy."""
-    result = as_torch_does(operator, args, kwargs)
     given: DTensor = args[0]
     if not is_of_a_model(given) or not is_divided(given):
-        return result
+        return as_torch_does(operator, args, kwargs)
+    result = (else_on_whole if operator in _NOT_OF_ALL else as_torch_does)(operator, args, kwargs)
     theirs = local_of(given).untyped_storage()._cdata
     taken = [local_of(t).untyped_storage() for t in tree_leaves(result)]
     copies = [(StorageWeakRef(memory), given.shape) for memory in taken if memory._cdata != theirs]
@@ -71,9 +82,8 @@ def _leave_writes() -> None:
 @functools.cache
 def _in_place() -> tuple[Any, ...]:
     """Return the operators that DTensors have and that write to their first argument."""
-    propagator = DTensor._op_dispatcher.sharding_propagator  # type: ignore[attr-defined]
-    known = {*propagator.op_strategy_funcs, *propagator.op_to_rules, *propagator.op_single_dim_strategy_funcs, *table()}
-    return tuple(o for o in known if (first := o._schema.arguments[:1]) and first[0].is_write)
+    known = {*with_strategies(), *table()}
+    return tuple(o for o in known if (first := o._schema.arguments[:1]) and first[0].is_write and o not in _NO_WRITES)
 
 
 def _write(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -120,7 +130,7 @@ def _eye(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
 
 
 WRITES: dict[Any, Treatment] = {
-    **dict.fromkeys(_VIEWS, _view),
+    **dict.fromkeys((*_VIEWS, *_NOT_OF_ALL), _view),
     aten.fill_.Tensor: _fill,
     aten.eye.m_out: _eye,
 }

@@ -1,0 +1,88 @@
+"""Plain tensors beside tensors that are divided over ranks (`weight.copy_(value)`, `weight.mul_(mask)`, `weight + torch.eye(4)`).
+
+torch refuses them, since it can't know what a plain tensor is there. Here it is the whole one, where all ranks do the same with it: in
+what writes to a divided tensor, of which each rank writes its part; in an optimizer's step and in torch.nn.init. Elsewhere it may be of a
+rank's own batch, and what is computed of it with one rank's part of a weight is right on no rank: that is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from zgraph.errors import ModelError
+from zgraph.torch_compat.dtensors import dtensor, layout
+from zgraph.torch_compat.operators_of_shards import (
+    Treatment,
+    as_torch_does,
+    called_by_all_ranks,
+    is_divided,
+    is_of_a_model,
+    line_of_caller,
+    with_strategies,
+)
+
+MIXED = "takes a plain tensor beside one that is divided over the ranks"
+"""In each of these errors."""
+
+
+def with_plain_operands(treatments: Mapping[Any, Treatment]) -> dict[Any, Treatment]:
+    """Return treatments of all operators that take several tensors, which give these whole ones."""
+    several = [o for o in {*with_strategies(), *treatments} if _takes_several(o)]
+    return {**treatments, **{o: functools.partial(_beside_plain, treatments.get(o, as_torch_does)) for o in several}}
+
+
+def _takes_several(operator: Any) -> bool:
+    kinds = [str(argument.type) for argument in operator._schema.arguments]
+    tensors = sum("Tensor" in kind for kind in kinds)
+    return operator.namespace == "aten" and (tensors > 1 or any("List[" in k and "Tensor" in k for k in kinds))
+
+
+def _plain(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yield the plain tensors among arguments, but those of one element, which torch takes; this runs at each call of an operator."""
+    for value in values:
+        kind = type(value)
+        if kind is DTensor or kind is float or kind is int:
+            continue
+        if kind is list or kind is tuple:
+            yield from _plain(value)
+        elif isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.numel() != 1:
+            yield value
+
+
+def _beside_plain(treatment: Treatment, operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    plain = [*_plain(args), *_plain(kwargs.values())]
+    if not plain:
+        return treatment(operator, args, kwargs)
+    given = [t for t in tree_leaves((args, dict(kwargs))) if isinstance(t, DTensor)]
+    if not all(map(is_of_a_model, given)):
+        return treatment(operator, args, kwargs)
+    divided = next(filter(is_divided, given), None)
+    arguments = operator._schema.arguments
+    written = tree_leaves([args[0] if a is arguments[0] else kwargs.get(a.name) for a in arguments if a.is_write])
+    writes = bool(written) and all(isinstance(t, DTensor) for t in written)
+    if divided is not None and not writes and not called_by_all_ranks():
+        raise ModelError(
+            f"{operator.overloadpacket.__name__} {MIXED}",
+            where=line_of_caller(),
+            why=f"of {tuple(divided.shape)} each rank has a part, and of the plain {tuple(plain[0].shape)} all; whether it is the same on all "
+            "ranks, as a weight is, or of a rank's own batch, is not known",
+            hint="make it like the weight, torch.distributed.tensor.distribute_tensor(value, weight.device_mesh, weight.placements), or by "
+            "torch.zeros_like(weight), torch.rand_like(weight), or as a copy of the weight after zgraph.compile; what a loss is computed of "
+            "belongs into the model's forward; or zgraph.full_weights(model)",
+        )
+    mesh = given[0].device_mesh
+
+    def whole(tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, DTensor) or tensor.numel() == 1:
+            return tensor
+        everywhere = [Replicate()] * mesh.ndim
+        return dtensor(tensor, layout(mesh, everywhere, tensor.shape, tensor.stride(), tensor.dtype))
+
+    result = treatment(operator, *tree_map_only(torch.Tensor, whole, (args, dict(kwargs))))
+    return args[0] if arguments[0].is_write and result is not None else result
