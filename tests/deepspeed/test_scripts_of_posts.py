@@ -174,3 +174,33 @@ def test_everything_on_the_host_in_bf16_saved_in_16_bits(tmp_path):
         engine.step()
     assert engine.save_16bit_model(tmp_path, "weights.bin")
     assert {v.dtype for v in torch.load(tmp_path / "weights.bin").values()} == {torch.bfloat16}
+
+
+def test_torchs_one_cycle_moves_rates_and_betas():
+    """(It writes numbers of its own into the groups.)"""
+
+    def losses(by_engine):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, weight_decay=0.1)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=5e-2, total_steps=6)
+        step, found = model, []
+        if by_engine:
+            config = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.0, "zgraph": {"backend": "eager"}}
+            step, optimizer, _, schedule = deepspeed.initialize(
+                model=model, optimizer=optimizer, lr_scheduler=schedule, config=config
+            )
+        for number in range(5):
+            loss = step(torch.full((2, 4), 1.0 + number)).square().mean()
+            if by_engine:
+                step.backward(loss)
+                step.step()
+            else:
+                loss.backward()
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            found += [loss.item(), optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["betas"][0]]
+        return found
+
+    assert losses(True) == pytest.approx(losses(False), rel=1e-5)

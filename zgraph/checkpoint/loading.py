@@ -129,7 +129,7 @@ def peek(everyone: Agreement, path: Path, tag: str | None) -> tuple[Source, dict
 
     def open_with_state() -> tuple[Source, dict[str, Any]]:
         source = open_checkpoint(path, tag)
-        return source, _client_state(everyone, source) if isinstance(source, Checkpoint) else {}
+        return source, _client_state(everyone, source) if isinstance(source, Checkpoint) else dict(source.client)
 
     def refused(rank: int, said: str) -> CheckpointError:
         return CheckpointError(f"rank {rank} can't load the checkpoint", where=str(path), why=said)
@@ -173,7 +173,7 @@ def _prepared(
     runtime.shards.refresh()
     optimizer = states is True
     loading = planned(runtime, source, optimizer, keeps=states == "keep", weights=weights)
-    random, client, extra, programs, residuals = None, {}, {}, source.known.programs, None
+    random, client, extra, programs, residuals = None, dict(source.client), {}, source.known.programs, None
     local: dict[str, torch.Tensor] = {}
     if isinstance(source, Checkpoint):
         own = source.own(runtime.everyone.rank())

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import abc
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -78,6 +80,7 @@ class Source(abc.ABC):
     folder: Path
     tensors: dict[str, TensorInfo]
     known: Known
+    client: Mapping[str, Any] = MappingProxyType({})  # what a script has added, where a system's files have that
 
     @abc.abstractmethod
     def block(self, name: str, block: Block) -> torch.Tensor:

@@ -23,6 +23,7 @@ from zgraph.checkpoint.source import MODEL, Source
 from zgraph.deepspeed import client_optimizer, comm
 from zgraph.deepspeed.full_values import load_whole
 from zgraph.deepspeed.lr_schedulers import Scheduler
+from zgraph.deepspeed.saved_rates import restore_rates
 from zgraph.deepspeed.utils.logging import no_effect
 from zgraph.deepspeed.zero import GatheredParameters
 from zgraph.errors import CheckpointError, UnsupportedError
@@ -154,6 +155,8 @@ class Checkpoints:
                 self._count_on(counts, scheduler=load_lr_scheduler_states)
                 if not whole and load_lr_scheduler_states:
                     self._set_rates()
+                elif whole and self._training.planned and self._training.optimizer is not None:
+                    self._restore_rates(Path(load_dir), chosen, own is not None)
             return self.handle.saver.last.folder, client  # type: ignore[union-attr]
 
         deferred = self.handle.deferred
@@ -244,6 +247,13 @@ class Checkpoints:
         elif callable(getattr(scheduler, "get_last_lr", None)):
             for group, rate in zip(self._training.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
                 group["lr"] = rate
+
+    def _restore_rates(self, load_dir: Path, tag: str | None, ours: bool) -> None:
+        """Give the groups the checkpoint's rates, as DeepSpeed does. (The run time takes over numbers of an optimizer that is the plan's alone: a
+        schedule's rate would be that of its beginning for a step.)"""
+        if not ours or self._training.scheduler is not None:
+            known = peek(self.handle.runtime.everyone, load_dir.absolute(), tag)[0].known
+            restore_rates(self._training.optimizer.param_groups, known)
 
     # -- state dicts ----------------------------------------------------------------------------------------------------
     def module_state_dict(

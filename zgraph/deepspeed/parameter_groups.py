@@ -32,6 +32,9 @@ _HOW = (
     "initial_lr",
     "max_lr",
     "min_lr",
+    "max_momentum",
+    "base_momentum",
+    "swa_lr",
 )
 _KINDS: dict[type, type[records.Optimizer]] = {
     torch.optim.AdamW: records.AdamW,

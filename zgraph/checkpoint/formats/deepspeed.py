@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from zgraph.checkpoint.formats.deepspeed_client import client_state
 from zgraph.checkpoint.formats.deepspeed_partitions import Read, StoredTensor, first_stages, in_equal_parts, third_stage
 from zgraph.checkpoint.formats.deepspeed_stage0 import unsharded
 from zgraph.checkpoint.formats.deepspeed_tensor_parallel import INFO, Layout, check_buffers, check_same, merge
@@ -68,6 +69,7 @@ class DeepSpeed(Source):
                 state, ranks, read = self._of_one(self._ranked(names, MODEL_FILE), self._ranked(names, OPTIMIZER_FILE))
             self._hold(state, read)
             self.known = self._known(state, ranks, read)
+            self.client = client_state(state, folder)
         except UnsupportedError:  # (a RuntimeError, and so among `MALFORMED`)
             raise
         except MALFORMED as error:
