@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
+from zgraph.errors import PlanError
 from zgraph.passes.contract import graph_pass
 from zgraph.passes.zero.gathers import cast_to, identifier_of, inverse_of, stored_order
 from zgraph.program import collectives
@@ -47,6 +48,8 @@ def reduce_gradients(program: Program, options: ReduceOptions) -> dict[str, int]
     final: dict[str, fx.Node] = {}
     built: dict[fx.Node | None, fx.Node] = {}  # the last node built after each gradient: parameters may share one
     dims = [d for d in (DATA_DIMS[:-1] if options.in_groups else DATA_DIMS) if program.mesh.get(d, 1) > 1]
+    if dims:
+        _refuse_sparse(grads)
     for name, grad in sorted(grads.items(), key=lambda item: item[1]):
         spec = program.params[name]
         at = None if grad.op == "placeholder" else grad
@@ -93,6 +96,17 @@ def reduce_gradients(program: Program, options: ReduceOptions) -> dict[str, int]
     if options.in_groups:
         program.facts.add(Fact.IN_GROUPS.value)
     return {"reduce_scatters": scattered, "all_reduces": reduced}
+
+
+def _refuse_sparse(grads: Mapping[str, fx.Node]) -> None:
+    """Raise `PlanError` for a sparse gradient."""
+    for name, grad in grads.items():
+        if tensor(grad).layout is not torch.strided:
+            raise PlanError(
+                f"the gradient of {name} is sparse, and ranks average whole tensors",
+                where=info(grad).source or None,
+                hint="leave out sparse=True of the embedding, or train on one rank",
+            )
 
 
 def _accumulate(program: Program, grad: fx.Node, spec: ParamSpec, record: NodeInfo) -> fx.Node:

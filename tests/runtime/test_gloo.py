@@ -32,7 +32,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zgraph
-from zgraph.errors import ModelError
+from zgraph.errors import ModelError, ZgraphError
 
 pytestmark = pytest.mark.gloo
 WORDS = 31
@@ -908,3 +908,30 @@ def test_fifty_steps_with_inductor_are_those_of_plain_pytorch_on_the_whole_batch
         assert max(abs(mine - plain) / plain for mine, plain in losses) < 1e-4
         assert losses[-1][1] < losses[0][1] - 0.3
         assert kernels > 0
+
+
+def borders(zero: int) -> list[str]:
+    """What a rank is told of a module that two models share and of a sparse gradient; whether a copy has gradients."""
+    plan, said = zgraph.Plan(zero=zero, backend="eager"), []
+    shared = nn.Linear(4, 4)
+    one, x = zgraph.compile(nn.Sequential(shared, nn.Tanh()), plan), torch.ones(2, 4)
+    one(x).sum().backward()
+    assert all(p.grad is None for p in copy.deepcopy(one).parameters())
+    words = zgraph.compile(nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 2)), plan)
+    for wrong in (
+        lambda: zgraph.compile(nn.Sequential(shared, nn.ReLU()), plan),
+        lambda: words(torch.arange(3)).sum().backward(),
+    ):
+        try:
+            wrong()
+        except ZgraphError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_what_is_shared_sparse_or_copied(two, zero):
+    for said in two.run(borders, zero):
+        assert len(said) == 2
+        assert "0.weight is a DTensor already" in said[0] and "another compiled model has the same module" in said[0]
+        assert "the gradient of 0.weight is sparse" in said[1]

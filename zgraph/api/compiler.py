@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from zgraph.api.accelerators import refuse_dispatched, refuse_other_engines
 from zgraph.api.deferred_layout import DeferredLayout
@@ -152,6 +153,21 @@ def _refuse_arguments(model: nn.Module, loss_fn: Callable[..., Any] | None, mesh
         raise ModelError(f"module {inner!r} of the model is compiled already", hint="compile only the outermost module")
     refuse_dispatched(model)
     refuse_layers(model)
+    _refuse_divided(model)
+
+
+def _refuse_divided(model: nn.Module) -> None:
+    """Raise `ModelError` for a parameter or a buffer that is divided already: by another compiled model that has the same module, or
+    by torch."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    name = next((name for name, tensor in tensors.items() if isinstance(tensor, DTensor)), None)
+    if name is not None:
+        raise ModelError(
+            f"{name} is a DTensor already",
+            where="the model",
+            why="another compiled model has the same module, or fully_shard or distribute_tensor has divided it",
+            hint="compile one module that holds what several models share, whose forward says which of them it runs; leave out fully_shard",
+        )
 
 
 def _agree(model: nn.Module, plan: Plan, mesh: DeviceMesh | None) -> _Agreed:

@@ -681,6 +681,8 @@ def _deepcopy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         twin: nn.Module = copy.deepcopy(module, memo)
     finally:
         module.__dict__.update(ours)
+    for param in twin.parameters():
+        param.grad = None  # (a copy of a plain parameter has none, one of a DTensor has)
     if handle.deferred is not None:
         attach(twin, replace(handle.deferred, module=twin), handle.loss_fn)
         return twin

@@ -665,7 +665,7 @@ def _refuse_no_number(loss: Any) -> None:
     if isinstance(loss, DTensor):
         raise EngineMisuse(
             "the loss has a term of the parameters themselves, which are divided over the ranks",
-            hint="compute the term of whole parameters, on all ranks: sum(p.full_tensor().square().sum() for p in engine.module.parameters())",
+            hint="make the term a plain number, on all ranks: sum(p.square().sum() for p in engine.module.parameters()).full_tensor()",
         )
     if isinstance(loss, torch.Tensor) and loss.numel() == 1:
         return

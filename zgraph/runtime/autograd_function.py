@@ -187,7 +187,7 @@ def _refuse_shards(tangents: Mapping[int, torch.Tensor]) -> None:
         raise UnsupportedError(
             "the loss has a term of the parameters themselves, which are divided over the ranks",
             why="its gradient at the model's outputs is a DTensor, which the compiled backward does not take",
-            hint="compute the term of whole parameters, on all ranks: sum(p.full_tensor().square().sum() for p in model.parameters())",
+            hint="make the term a plain number, on all ranks: sum(p.square().sum() for p in model.parameters()).full_tensor()",
         )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ from zgraph.capture.storages import Sharing, owned, sharing
 from zgraph.capture.symbolic_capture import SymbolicSizes
 from zgraph.codegen.executable import Executable
 from zgraph.codegen.port_bindings import Sources
-from zgraph.errors import SignatureError
+from zgraph.errors import SignatureError, UnsupportedError
 from zgraph.parameters.layout import with_requires_grad
 from zgraph.parameters.shards import Shards, Sums
 from zgraph.plan.plan import Plan
@@ -57,6 +58,8 @@ from zgraph.runtime.unsharded_weights import UnshardedWeights
 from zgraph.runtime.updater import Updater
 from zgraph.torch_compat import autograd_state
 
+logger = logging.getLogger(__name__)
+
 # Roles of a backward's inputs that others may still hold when it ends: not parameters (`owned` sees that their storage
 # has another holder), and not pending gradients, which were taken.
 _STAY = frozenset(InputRole) - {InputRole.PARAMETER, InputRole.ACCUMULATOR}
@@ -74,6 +77,7 @@ class Runtime(Rank):
         agreement, device = self.agreement, self.device
         self.forward_function = forward
         self.entered: Entry | None = None  # the entry of the last forward
+        self._told_of_packing = False  # whether it was told that hooks on saved tensors do nothing here
         self.handed: Sequence[Any] | None = None  # the flat outputs of the running call; None if nobody asks for them
         self.beside_batch = BesideBatch()
         buckets = buckets_of(plan)
@@ -289,6 +293,7 @@ class Runtime(Rank):
             outputs, _ = self.run_forward(entry, step, flat)
             cuts = self.cuts(entry, outputs)
             return tuple(cuts[at].of(value) if at in cuts else value for at, value in enumerate(outputs))
+        self._refuse_packing()
         params = self.shards.params()
         names = [n for n in entry.trace.parameters if params[n].requires_grad]
         tensors = [params[n] for n in names]
@@ -297,6 +302,23 @@ class Runtime(Rank):
         others = [i for i in entry.trace.others if isinstance(flat[i], torch.Tensor) and flat[i].requires_grad]
         loose = [i for i in others if i in step.reached or i in entry.trace.reached]
         return tuple(Step.apply(self, entry, step, flat, names, loose, *tensors, *(flat[i] for i in loose)))
+
+    def _refuse_packing(self) -> None:
+        """Raise `UnsupportedError` in a context of saved-tensor hooks of the user's own; warn once in one of torch's, which change no
+        number.
+        """
+        pack = autograd_state.packs_saved_tensors()
+        if pack is None:
+            return
+        what = "what a program keeps for its backward does not go through hooks on saved tensors"
+        way_out = 'plan.offload (activations = "cpu") keeps it on the host, plan.recompute computes it again'
+        if not str(getattr(pack, "__module__", "")).startswith("torch."):
+            raise UnsupportedError(
+                "a compiled model is called inside of saved_tensors_hooks", why=what, hint=f"leave them out; {way_out}"
+            )
+        if not self._told_of_packing:
+            self._told_of_packing = True
+            logger.warning("%s (save_on_cpu, checkpoint): these save no memory here; %s", what, way_out)
 
     def cuts(self, entry: Entry, outputs: Sequence[Any]) -> dict[int, Cut]:
         """Return how the flat outputs of the running call are cut, by their position. If the model returns no loss of

@@ -18,6 +18,12 @@ def keeps_graph() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
+def packs_saved_tensors() -> Callable[..., Any] | None:
+    """Return the function that packs what autograd saves here (`torch.autograd.graph.saved_tensors_hooks`); None if there is none."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+    return hooks[0] if hooks is not None else None
+
+
 def accumulates(node: Any) -> bool:
     """Return whether the running backward adds to `.grad` of the leaf of this AccumulateGrad node.
 

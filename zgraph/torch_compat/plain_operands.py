@@ -2,7 +2,8 @@
 
 torch refuses them, since it can't know what a plain tensor is there. Here it is the whole one, where all ranks do the same with it: in
 what writes to a divided tensor, of which each rank writes its part; in an optimizer's step and in torch.nn.init. Elsewhere it may be of a
-rank's own batch, and what is computed of it with one rank's part of a weight is right on no rank: that is refused.
+rank's own batch: what is computed of it with one rank's part of a weight is right on no rank, and the gradient of a whole weight is that
+rank's own. That is refused.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ def _beside_plain(treatment: Treatment, operator: Any, args: tuple[Any, ...], kw
     given = [t for t in tree_leaves((args, dict(kwargs))) if isinstance(t, DTensor)]
     if not all(map(is_of_a_model, given)):
         return treatment(operator, args, kwargs)
-    divided = next(filter(is_divided, given), None)
+    # (of whole weights each rank would have the gradient of its own plain tensor, and go another way than the others)
+    learns = torch.is_grad_enabled() and any(t.requires_grad for t in given)
+    divided = next((t for t in given if is_divided(t) or learns), None)
     arguments = operator._schema.arguments
     written = tree_leaves([args[0] if a is arguments[0] else kwargs.get(a.name) for a in arguments if a.is_write])
     writes = bool(written) and all(isinstance(t, DTensor) for t in written)
@@ -70,11 +73,12 @@ def _beside_plain(treatment: Treatment, operator: Any, args: tuple[Any, ...], kw
         raise ModelError(
             f"{operator.overloadpacket.__name__} {MIXED}",
             where=line_of_caller(),
-            why=f"of {tuple(divided.shape)} each rank has a part, and of the plain {tuple(plain[0].shape)} all; whether it is the same on all "
-            "ranks, as a weight is, or of a rank's own batch, is not known",
-            hint="make it like the weight, torch.distributed.tensor.distribute_tensor(value, weight.device_mesh, weight.placements), or by "
-            "torch.zeros_like(weight), torch.rand_like(weight), or as a copy of the weight after zgraph.compile; what a loss is computed of "
-            "belongs into the model's forward; or zgraph.full_weights(model)",
+            why=f"the one of {tuple(divided.shape)} belongs to all ranks; whether the plain one of {tuple(plain[0].shape)} is the same on all "
+            "of them, as a weight is, or of a rank's own batch, is not known",
+            hint="take weight.full_tensor(), on all ranks, whose gradient is averaged over them; or make it like the weight, "
+            "torch.distributed.tensor.distribute_tensor(value, weight.device_mesh, weight.placements), or by "
+            "torch.zeros_like(weight), torch.rand_like(weight), or as a copy of the weight after zgraph.compile; or compute it in the "
+            "model's forward, or without gradients inside of zgraph.full_weights(model)",
         )
     mesh = given[0].device_mesh
 
