@@ -40,6 +40,10 @@ from zgraph.torch_compat.library_functions import log_probabilities
         ("grpo", {"zero": 2}, "lora", {}),
         ("dpo", {"zero": 3}, None, {"sync_ref_model": True, "ref_model_sync_steps": 2}),
         ("sft", {"zero": 3}, "lora", {"gradient_checkpointing": True}),
+        ("sft", {"zero": 3}, None, {"packing": True, "max_length": 16, "packing_strategy": "bfd_split"}),
+        ("kto", {"zero": 2}, None, {}),
+        ("orpo", {"zero": 2}, "lora", {}),
+        ("rloo", {"zero": 3}, None, {}),
     ],
 )
 def test_a_run_of_trl_is_that_of_ddp(

@@ -47,6 +47,8 @@ OPTIMIZERS: dict[str, Any] = {
     "RMSprop": lambda p: optim.RMSprop(p, 1e-2, centered=True, momentum=0.5),
     "Adam": lambda p: optim.Adam(p, 1e-2, amsgrad=True),
     "AdamW, fused": lambda p: optim.AdamW(p, 1e-2, fused=True),
+    "SGD, fused": lambda p: optim.SGD(p, 1e-2, momentum=0.9, fused=True),
+    "Adagrad, fused": lambda p: optim.Adagrad(p, 1e-2, fused=True),
     "AdamW, a tensor's rate": lambda p: optim.AdamW(p, torch.tensor(1e-2), foreach=False),
     "SGD": lambda p: optim.SGD(p, 1e-2, momentum=0.9, nesterov=True),
     "SGD, maximized": lambda p: optim.SGD(p, 1e-3, maximize=True, foreach=True),

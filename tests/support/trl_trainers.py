@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 import tempfile
 import warnings
@@ -31,9 +32,11 @@ def rows(kind: str, count: int) -> Any:
     def text(least: int, most: int) -> str:
         return " ".join(f"w{draw.randrange(3, WORDS)}" for _ in range(draw.randint(least, most)))
 
-    if kind in ("dpo", "reward"):
+    if kind == "kto":
+        made = [{"prompt": text(3, 6), "completion": " " + text(2, 9), "label": at % 2 == 0} for at in range(count)]
+    elif kind in ("dpo", "reward", "orpo", "cpo"):
         made = [{"prompt": text(3, 6), "chosen": " " + text(2, 9), "rejected": " " + text(2, 9)} for _ in range(count)]
-    elif kind == "grpo":
+    elif kind in ("grpo", "rloo"):
         made = [{"prompt": text(3, 6)} for _ in range(count)]
     elif kind == "sft, completions":
         made = [{"prompt": text(3, 6), "completion": " " + text(2, 9)} for _ in range(count)]
@@ -71,7 +74,7 @@ def trainer_of(kind: str, folder: str, adapter: str | None = None, **options: An
 
         model.config.num_labels = 1
         model = transformers.LlamaForSequenceClassification(model.config)
-    if options.get("beta"):  # (TRL loads the reference model from where the model came from)
+    if options.get("beta", kind == "rloo") and adapter is None:  # (TRL loads the reference from there)
         origin = tempfile.mkdtemp(dir=Path(folder).parent)
         model.config.architectures = [type(model).__name__]
         model.config.save_pretrained(origin)
@@ -86,6 +89,17 @@ def trainer_of(kind: str, folder: str, adapter: str | None = None, **options: An
         given = {"num_generations": 2, "max_completion_length": 5, **given}
         args = trl.GRPOConfig(**given)
         return trl.GRPOTrainer(model, reward, args=args, train_dataset=data, processing_class=words)
+    if kind == "rloo":
+        args = trl.RLOOConfig(**{"num_generations": 2, "max_completion_length": 5, **given})
+        return trl.RLOOTrainer(model, reward, args=args, train_dataset=data, processing_class=words)
+    if kind == "kto":
+        like = model_of("llama") if adapter is None else None
+        args = trl.KTOConfig(**given)
+        return trl.KTOTrainer(model, like, args=args, train_dataset=data, processing_class=words)
+    if kind in ("orpo", "cpo"):
+        module = importlib.import_module(f"trl.experimental.{kind}")
+        args = getattr(module, f"{kind.upper()}Config")(**given)
+        return getattr(module, f"{kind.upper()}Trainer")(model, args=args, train_dataset=data, processing_class=words)
     if kind == "reward":
         args = trl.RewardConfig(**given)
         return trl.RewardTrainer(model, args=args, train_dataset=data, processing_class=words)

@@ -3,7 +3,8 @@
 An optimizer that knows nothing of shards may use a number of a whole parameter: Adafactor the norm of its update, Muon a product
 of matrices. torch gives a norm as parts of a sum that are on several ranks, in which nothing can be written in place. In the step of
 an optimizer, which all ranks make, it is whole here; elsewhere it is torch's, for which nobody has to wait.
-Rprop writes a number where a sign has changed, and copies several tensors at once, which each rank does in its own part.
+Rprop writes a number where a sign has changed, and copies several tensors at once, and fused SGD and Adagrad update several, which each rank
+does in its own part.
 """
 
 from __future__ import annotations
@@ -27,6 +28,11 @@ _SUMS = (
     *(aten.all.default, aten.all.dim, aten.any.default, aten.any.dim, aten.any.dims),
     *(aten.prod.default, aten.prod.dim_int, aten.logsumexp.default, aten.var.correction, aten.std.correction),
     *(aten.dot.default, aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
+)
+
+_FUSED = (
+    *(aten._fused_sgd_.default, aten._fused_sgd_.tensor_lr, aten._fused_adagrad_.default),
+    *([aten._fused_adagrad_.tensor_lr] if hasattr(aten._fused_adagrad_, "tensor_lr") else []),
 )
 
 
@@ -71,8 +77,18 @@ def _copy(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> An
     return None
 
 
+def _by_elements(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Update each element by what is in its own place, on each rank in its own part."""
+    lists = [a for a in args if isinstance(a, (list, tuple)) and a and all(isinstance(t, DTensor) for t in a)]
+    alike = all(t.placements == like.placements for others in lists for t, like in zip(others, args[0], strict=False))
+    if not lists or lists[0] is not args[0] or not alike or not all(map(is_of_a_model, args[0])):
+        return as_torch_does(operator, args, kwargs)
+    return operator(*tree_map_only(DTensor, local_of, args), **tree_map_only(DTensor, local_of, dict(kwargs)))
+
+
 SUMS: dict[Any, Treatment] = {
     **dict.fromkeys(_SUMS, _sum),
+    **dict.fromkeys(_FUSED, _by_elements),
     aten.index_put_.default: _put,
     aten._foreach_copy_.default: _copy,
 }
