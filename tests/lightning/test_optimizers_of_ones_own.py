@@ -49,7 +49,7 @@ class Bounded(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:
         for p in self.param_groups[0]["params"]:
             if p.grad is not None and p.ndim == 2:
-                p.copy_(torch.renorm(p - p.grad, 2, 0, 1.0))
+                p.sub_(p.grad / torch.pdist(p).max())
 
 
 OPTIMIZERS = {
