@@ -81,6 +81,7 @@ def convert(
         serial = folder.next_serial(path) if to == "zgraph" else 0
         unfinished = folder.begin(path, chosen)
         if to == "zgraph":
+            _tell_left_of_client(source)
             _write_native(source, unfinished.path, serial)
             unfinished.commit()
         elif to == "dcp":
@@ -163,7 +164,16 @@ def _write_plain(source: Source, partial: Path) -> None:
 def _tell_left(source: Source) -> None:
     left = [n for n in source.tensors if not n.startswith((MODEL, OPTIMIZER))]
     if left or (isinstance(source, Checkpoint) and source.manifest.client):
-        logger.warning("%s: what was added to the checkpoint (client_state) is left out", source.folder)
+        logger.warning(_LEFT, source.folder)
+    _tell_left_of_client(source)
+
+
+_LEFT = "%s: what was added to the checkpoint (client_state) is left out"
+
+
+def _tell_left_of_client(source: Source) -> None:
+    if source.client:  # (of another system's checkpoint)
+        logger.warning(_LEFT, source.folder)
 
 
 class _WhenWritten(DefaultSavePlanner):
