@@ -427,3 +427,11 @@ def divided(kind: str) -> bool:
 @pytest.mark.slow
 def test_what_is_divided_twice_is_whole(four: Ranks, kind: str):
     assert four.run(divided, kind) == [True] * 4
+
+
+def test_a_backward_after_full_weights_is_refused():
+    model = zgraph.compile(nn.Linear(3, 2), plan_of({"mesh": {"dp": 1}}))
+    with zgraph.full_weights(model):
+        loss = model(torch.ones(1, 3)).sum()
+    with pytest.raises(ModelError, match="a backward after full_weights reaches the whole tensor that"):
+        loss.backward()

@@ -72,4 +72,24 @@ def beside_plain(zero):
 @pytest.mark.parametrize("zero", [0, 3])
 def test_a_plain_tensor_beside_a_weight_that_learns_is_refused(two, zero):
     for said in two.run(beside_plain, zero):
-        assert "mm takes a plain tensor beside" in said and "take weight.full_tensor()" in said
+        assert "mm takes a plain tensor beside" in said and "take full_tensor() of the one of" in said
+
+
+def of_functions(zero):
+    """Gradients of weights that are given as functions of them (a step of MAML), beside plain PyTorch's."""
+    x, found = torch.randn(4, 6, generator=torch.Generator().manual_seed(3)), []
+    for model in (built(), zgraph.compile(built(), zgraph.Plan(zero=zero, backend="eager"))):
+        weights = dict(model.named_parameters())
+        first = torch.autograd.grad(
+            torch.func.functional_call(model, weights, (x,)).square().mean(), list(weights.values())
+        )
+        moved = {name: 2 * w - 0.1 * g for (name, w), g in zip(weights.items(), first, strict=True)}
+        torch.func.functional_call(model, moved, (x,)).square().mean().backward()
+        found.append([whole(p.grad) for p in model.parameters()])
+    return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("zero", [0, 3])
+def test_functions_of_weights_hand_gradients_on_to_them(two, zero):
+    assert two.run(of_functions, zero) == [True, True]

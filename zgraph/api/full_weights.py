@@ -235,9 +235,19 @@ class _Places:
     def restore(self, names: Collection[str] | None = None) -> None:
         """Put parameters back in their places, without looking at their whole tensors."""
         for name in list(self._held) if names is None else [n for n in names if n in self._held]:
-            del self._held[name]
+            fresh, _ = self._held.pop(name)
+            if fresh.requires_grad:
+                fresh.register_hook(functools.partial(_refuse_late, name))
             for table, key in self._places[name]:
                 table[key] = self._params[name]
+
+
+def _refuse_late(name: str, gradient: torch.Tensor) -> None:
+    raise ModelError(
+        f"a backward after full_weights reaches the whole tensor that {name} was inside",
+        why="the model's own weights would get no gradient",
+        hint="compute the loss outside, by the compiled model or of weight.full_tensor(); torch.no_grad() around calls inside",
+    )
 
 
 def _mib(size: int) -> str:

@@ -25,10 +25,12 @@ def packs_saved_tensors() -> Callable[..., Any] | None:
 
 
 def accumulates(node: Any) -> bool:
-    """Return whether the running backward adds to `.grad` of the leaf of this AccumulateGrad node.
+    """Return whether this is the node of a leaf (an AccumulateGrad), and the running backward adds to the leaf's `.grad`.
 
     `torch.autograd.grad` does not, nor does a backward whose `inputs` leave the leaf out.
     """
+    if not hasattr(node, "variable"):
+        return False
     try:
         return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined]
     except RuntimeError:  # (torch's answer for a leaf whose gradient `torch.autograd.grad` returns)

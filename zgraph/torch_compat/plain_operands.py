@@ -45,15 +45,20 @@ def _takes_several(operator: Any) -> bool:
 
 
 def _plain(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Yield the plain tensors among arguments, but those of one element, which torch takes; this runs at each call of an operator."""
+    """Yield the plain tensors among arguments, but constants of one element, which torch takes; this runs at each call of an operator."""
     for value in values:
         kind = type(value)
         if kind is DTensor or kind is float or kind is int:
             continue
         if kind is list or kind is tuple:
             yield from _plain(value)
-        elif isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.numel() != 1:
+        elif isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and not _is_constant(value):
             yield value
+
+
+def _is_constant(tensor: torch.Tensor) -> bool:
+    """Return whether a plain tensor is a number that is no loss: one of these is of a rank's own rows."""
+    return tensor.numel() == 1 and not (tensor.requires_grad and torch.is_grad_enabled())
 
 
 def _beside_plain(treatment: Treatment, operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -75,7 +80,8 @@ def _beside_plain(treatment: Treatment, operator: Any, args: tuple[Any, ...], kw
             where=line_of_caller(),
             why=f"the one of {tuple(divided.shape)} belongs to all ranks; whether the plain one of {tuple(plain[0].shape)} is the same on all "
             "of them, as a weight is, or of a rank's own batch, is not known",
-            hint="take weight.full_tensor(), on all ranks, whose gradient is averaged over them; or make it like the weight, "
+            hint=f"take full_tensor() of the one of {tuple(divided.shape)}, on all ranks: its gradient is averaged over them; or make the "
+            "plain one like it, "
             "torch.distributed.tensor.distribute_tensor(value, weight.device_mesh, weight.placements), or by "
             "torch.zeros_like(weight), torch.rand_like(weight), or as a copy of the weight after zgraph.compile; or compute it in the "
             "model's forward, or without gradients inside of zgraph.full_weights(model)",
