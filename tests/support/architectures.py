@@ -42,6 +42,7 @@ DECODERS: dict[str, dict[str, Any]] = {  # language models: what their config ha
     "Apertus": {},
     "Arcee": {},
     "Bamba": {**_STATES, "attn_layer_indices": [1]},
+    "Cohere": {},
     "Cohere2": {"sliding_window": 4},
     "DeepseekV2": _LATENT,
     "DeepseekV3": _LATENT,
@@ -49,6 +50,8 @@ DECODERS: dict[str, dict[str, Any]] = {  # language models: what their config ha
     "Exaone4": {"sliding_window": 4},
     "FalconH1": {**_STATES, "mamba_d_ssm": 64},
     "GPTNeoX": {},
+    "FlexOlmo": {"num_experts": 4, "num_experts_per_tok": 2},
+    "Gemma": {},
     "Gemma2": {"sliding_window": 4},
     "Glm4": {},
     "Glm4Moe": _ROUTED,
@@ -71,9 +74,13 @@ DECODERS: dict[str, dict[str, Any]] = {  # language models: what their config ha
     },
     "Lfm2": {"full_attn_idxs": [1], "block_auto_adjust_ff_dim": False},
     "MiniMax": {**_TWO_OF_FOUR, "block_size": 8, "layer_types": ["linear_attention", "full_attention"]},
+    "MiniMaxM2": _TWO_OF_FOUR,
+    "Ministral3": {},
     "Mistral": {"sliding_window": 5},
     "Mixtral": _TWO_OF_FOUR,
+    "NanoChat": {},
     "Nemotron": {},
+    "Olmo": {},
     "Olmo2": {},
     "Olmo3": {"sliding_window": 4},
     "Olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
@@ -98,6 +105,7 @@ DECODERS: dict[str, dict[str, Any]] = {  # language models: what their config ha
     "SmolLM3": {},
     "StableLm": {},
     "Starcoder2": {},
+    "VaultGemma": {"sliding_window": 4},
 }
 
 _GRID = {"image_token_id": 97, "video_token_id": 98, "vision_start_token_id": 96, "vision_end_token_id": 95}
