@@ -17,7 +17,7 @@ from lightning.pytorch.utilities import grad_norm
 from lightning_modules import OneModel, OwnLayers, TwoModels, as_launched, rows, trainer_of
 
 import zgraph
-from zgraph.errors import ModelError, PlanError, ZgraphError
+from zgraph.errors import ModelError, PlanError, UnsupportedError, ZgraphError
 from zgraph.lightning import ZGraphStrategy
 
 
@@ -133,13 +133,19 @@ class Penalty(OneModel):
         return super().loss(batch) + sum(p.square().sum() for p in self.parameters())
 
 
+class OfWeightsAlone(OneModel):
+    def loss(self, batch):
+        return sum(p.square().sum() for p in self.parameters())
+
+
 class PlainNorms(OneModel):
     def on_before_optimizer_step(self, optimizer):
         self.log_dict(grad_norm(self, 2))
 
 
 def test_numbers_that_would_be_a_ranks_share():
-    refused(ModelError, "the loss is a DTensor", "full_tensor", model=Penalty())
+    refused(UnsupportedError, "the loss has a term of the parameters", "full_tensor", model=Penalty())
+    refused(ModelError, "the loss is a DTensor", "full_tensor", model=OfWeightsAlone())
     refused(ModelError, "plain tensor of values that are divided", "grad_norms", model=PlainNorms())
 
 

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from zgraph.errors import ModelError
+from zgraph.errors import ModelError, UnsupportedError
 from zgraph.torch_compat.dtensors import dtensor, layout
 from zgraph.torch_compat.operators_of_shards import (
     Treatment,
@@ -75,6 +75,14 @@ def _beside_plain(treatment: Treatment, operator: Any, args: tuple[Any, ...], kw
     written = tree_leaves([args[0] if a is arguments[0] else kwargs.get(a.name) for a in arguments if a.is_write])
     writes = bool(written) and all(isinstance(t, DTensor) for t in written)
     if divided is not None and not writes and not called_by_all_ranks():
+        if plain[0].numel() == 1:
+            raise UnsupportedError(
+                "the loss has a term of the parameters themselves, which are divided over the ranks",
+                where=line_of_caller(),
+                why=f"{operator.overloadpacket.__name__} takes a number of a rank's own rows beside one that belongs to all ranks",
+                hint="make the term a plain number first, on all ranks, whose gradient is averaged over them: "
+                "sum(p.square().sum() for p in model.parameters()).full_tensor(); or weight_decay of the optimizer",
+            )
         raise ModelError(
             f"{operator.overloadpacket.__name__} {MIXED}",
             where=line_of_caller(),
