@@ -189,3 +189,17 @@ def reduced_again() -> torch.Tensor:
 def test_whole_gradients_are_reduced_again_as_plain_ones(two: Ranks) -> None:
     for mine in two.run(reduced_again):
         torch.testing.assert_close(mine, torch.full((7, 7), 4.0))
+
+
+def averaged() -> bool:
+    """Whether an average that is a plain tensor stays one beside whole weights, and is plain PyTorch's."""
+    made = compiled(0)
+    average = nn.Parameter(torch.full((7, 7), 2.0))
+    expected = average.data * 0.9 + made.weight.full_tensor().detach() * 0.1
+    average.data = average.data * 0.9 + made.weight.data * 0.1
+    return type(average.data) is torch.Tensor and torch.equal(average.data, expected)
+
+
+@pytest.mark.gloo
+def test_what_is_computed_of_whole_weights_beside_plain_tensors_is_plain(two: Ranks) -> None:
+    assert two.run(averaged) == [True, True]

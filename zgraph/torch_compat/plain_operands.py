@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zgraph.errors import ModelError, UnsupportedError
-from zgraph.torch_compat.dtensors import dtensor, layout
+from zgraph.torch_compat.dtensors import dtensor, layout, local_of
 from zgraph.torch_compat.operators_of_shards import (
     Treatment,
     as_torch_does,
@@ -94,6 +94,8 @@ def _beside_plain(treatment: Treatment, operator: Any, args: tuple[Any, ...], kw
             "torch.zeros_like(weight), torch.rand_like(weight), or as a copy of the weight after zgraph.compile; or compute it in the "
             "model's forward, or without gradients inside of zgraph.full_weights(model)",
         )
+    if not any(map(is_divided, given)) and not any(isinstance(t, DTensor) for t in written):
+        return operator(*tree_map_only(DTensor, local_of, args), **tree_map_only(DTensor, local_of, dict(kwargs)))
     mesh = given[0].device_mesh
 
     def whole(tensor: torch.Tensor) -> torch.Tensor:
