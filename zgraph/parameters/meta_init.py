@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,20 +27,17 @@ def initialize_meta_tensors(shards: Shards, device: torch.device, seed: int, els
     root = shards.module
     names = {id(p): n for n, p in shards.params().items()}
     initializers = _initializers(root)
-    scratch = _Scratch(device) if shards.mesh is not None else None  # (without a mesh the whole tensor stays)
+    # (without a mesh the whole tensor stays)
+    scratch = _Scratch(device, _largest(root, names, elsewhere)) if shards.mesh is not None else None
     for path, child in root.named_modules():
         params = {k: p for k, p in child._parameters.items() if p is not None and (p.is_meta or isinstance(p, DTensor))}
-        if (
-            params
-            and all(names.get(id(p)) in elsewhere for p in params.values())  # (no name: tied, and replaced already)
-            and not any(b is not None and b.is_meta for b in child._buffers.values())
-        ):
+        if _is_elsewhere(child, params, names, elsewhere):
             continue
         buffers = {k: b for k, b in child._buffers.items() if b is not None and b.is_meta}
         if not buffers and not any(p.is_meta for p in params.values()):
             continue
         if scratch is not None:
-            scratch.reserve(sum(_padded_bytes(p) for p in params.values()))
+            scratch.begin()
         for key, param in params.items():
             unset = scratch.take(param).fill_(_sentinel(param.dtype)) if scratch is not None else _unset(param, device)
             child._parameters[key] = nn.Parameter(unset, requires_grad=param.requires_grad)
@@ -75,6 +72,27 @@ def initialize_meta_tensors(shards: Shards, device: torch.device, seed: int, els
                 shards.pending.add(name)
 
 
+def _is_elsewhere(
+    child: nn.Module, params: Mapping[str, nn.Parameter], names: Mapping[int, str], elsewhere: Collection[str]
+) -> bool:
+    """Return whether other stages have all that there is to initialise in a module."""
+    return (
+        bool(params)
+        and all(names.get(id(p)) in elsewhere for p in params.values())  # (no name: tied, and replaced already)
+        and not any(b is not None and b.is_meta for b in child._buffers.values())
+    )
+
+
+def _largest(root: nn.Module, names: Mapping[int, str], elsewhere: Collection[str]) -> int:
+    """Return the bytes of the parameters of the module that has the most to initialise."""
+    largest = 0
+    for child in root.modules():
+        params = {key: p for key, p in child._parameters.items() if p is not None and p.is_meta}
+        if not _is_elsewhere(child, params, names, elsewhere):
+            largest = max(largest, sum(map(_padded_bytes, params.values())))
+    return largest
+
+
 def _initializers(root: nn.Module) -> dict[str, Callable[[nn.Module], None] | None]:
     """Return for each module, by path, the `_init_weights` that initialises it: that of the root, and within a model of transformers
     inside of it (the vision tower of a model of language and vision) that model's own."""
@@ -98,23 +116,19 @@ def still_unset(shards: Shards) -> Iterator[str]:
 
 
 class _Scratch:
-    """Memory for one module's whole parameters, reused for the next module's.
+    """Memory for one module's whole parameters, of `nbytes` at most, reused for the next module's.
 
     Allocated and freed in turn with the shards that stay, wholes would leave a heap of holes: glibc kept 1.3 GB where
-    0.2 GB of shards were left (tests/parameters/test_meta.py).
+    0.2 GB of shards were left (tests/parameters/test_meta.py), and 0.1 GB of holes where modules of other sizes got memory of their own.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._bytes = torch.empty(0, dtype=torch.uint8, device=device)
+    def __init__(self, device: torch.device, nbytes: int) -> None:
+        self._bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self._used = 0
 
-    def reserve(self, nbytes: int) -> None:
-        """Start again, with room for `nbytes`."""
+    def begin(self) -> None:
+        """Start again, for the next module."""
         self._used = 0
-        if not nbytes <= self._bytes.numel() <= 4 * nbytes:
-            device = self._bytes.device
-            del self._bytes
-            self._bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def take(self, like: torch.Tensor) -> torch.Tensor:
         """Return a tensor of this type and layout, uninitialised."""
