@@ -79,3 +79,27 @@ def test_a_pipeline_joins_them_alike(two):
     for output in given:
         for name, whole in expected.items():
             torch.testing.assert_close(output[name], whole.detach())
+
+
+class WordsFirst(nn.Module):
+    """Rows behind the words in one dimension, as axes show it and after an operator that has no rule."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.hidden = nn.Linear(4, 4)
+
+    def forward(self, x):
+        h = self.hidden(x)
+        sums = h.sort(-1).values
+        return h.square().mean(), *(t.transpose(0, 1).reshape(-1, 4) for t in (h, sums))
+
+
+@pytest.mark.parametrize("shapes", ["static", "dynamic"])
+def test_rows_inside_of_another_dimension_are_told_and_not_put_in_another_order(shapes, caplog):
+    model = zgraph.compile(WordsFirst(), zgraph.Plan(backend="eager", micro_batches=2, shapes=shapes))
+    x = torch.randn(4, 4, 4, generator=torch.Generator().manual_seed(1))
+    output, last = model.train_step(x), WordsFirst()(x[2:])
+    for mine, other in zip(output[1:], last[1:], strict=True):
+        torch.testing.assert_close(mine, other.detach())
+    assert sum("inside of another dimension" in r.getMessage() for r in caplog.records) == 2

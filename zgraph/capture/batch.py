@@ -4,6 +4,7 @@ program (`zgraph.passes.analysis.axes`)."""
 from __future__ import annotations
 
 import dataclasses
+import logging
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from zgraph.program.counting import COUNTS
 from zgraph.program.node import NodeInfo, Phase, info, set_info, value
 from zgraph.program.program import InputRole, OutputRole, Program
 from zgraph.program.sizes import is_symbolic, stand_in, static
+
+logger = logging.getLogger(__name__)
 
 aten = torch.ops.aten
 _PRODUCTS = (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default)
@@ -91,23 +94,40 @@ class MicroBatch:
             of_rows = [d for d, (dim, _) in enumerate(dims) if any(dim[: len(b)] == b for b in batches)]
             if of_rows or all(others.issuperset(dim) for dim, n in dims if stand_in(n) % stand_in(rows) == 0):
                 found[at] = of_rows[0] if of_rows else None
+            elif any(axis in dim for dim, _ in dims for b in batches for axis in b):
+                found[at] = _inside(at)
         for at in outputs.keys() - found.keys() if is_symbolic(rows) else ():
             mine = [d for d, n in enumerate(value(outputs[at]).shape) if _symbols(n) & _symbols(rows)]
-            found[at] = mine[0] if mine else None
-        return found if len(found) == len(outputs) else {**self._longer(), **found}
+            alone = [d for d in mine if static(value(outputs[at]).shape[d]) == static(rows)]
+            found[at] = alone[0] if alone else _inside(at) if mine else None
+        return found if len(found) == len(outputs) else {**self._longer(outputs.keys() - found.keys()), **found}
 
-    def _longer(self) -> dict[int, int | None]:
-        """Return the dimension of each of the model's flat outputs that is longer where the batch has each row twice."""
+    def _longer(self, numbers: Iterable[int]) -> dict[int, int | None]:
+        """Return the dimension of each of these flat outputs that is twice as long as the batch where that has each row twice."""
         doubled = self.twice()
         if doubled is None:
             return {}
         once = self.captured_at(self.call)[0] if self.program.sizes.symbols else self.program
         before, after = _outputs(once), _outputs(doubled.program)
         found: dict[int, int | None] = {}
-        for at in before.keys() & after.keys():
+        rows = batch_size(*self.call)
+        for at in {*numbers} & before.keys() & after.keys():
             sizes = zip(value(before[at]).shape, value(after[at]).shape, strict=True)
-            found[at] = next((d for d, (n, more) in enumerate(sizes) if n != more), None)
+            longer = {d: n for d, (n, more) in enumerate(sizes) if n != more}
+            alone = [d for d, n in longer.items() if n == rows]
+            found[at] = alone[0] if alone else _inside(at) if longer else None
         return found
+
+
+def _inside(number: int) -> int | None:
+    """Warn that an output has the batch's rows behind another dimension's, so that those of micro-batches do not follow each other;
+    return that it has them along no dimension."""
+    logger.warning(
+        "output %d (counted flat) may have the batch's rows inside of another dimension (reshaped with another one before them): "
+        "train_step returns that of the last micro-batch. Return it with a dimension for the rows, or with the rows first",
+        number,
+    )
+    return None
 
 
 def _symbols(size: Any) -> set[Any]:
