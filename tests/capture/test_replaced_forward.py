@@ -51,6 +51,11 @@ def around(model):
     model.forward = forward
 
 
+def around_beside_much_else(model):
+    old, others = model.forward, types.SimpleNamespace(held=[types.SimpleNamespace(at=at) for at in range(3000)])
+    model.forward = lambda *args, **kwargs: others and old(*args, **kwargs) * 3
+
+
 def around_as_accelerate_does(model):
     def forward(self, *args, **kwargs):
         return self._old_forward(*args, **kwargs) * 3
@@ -86,6 +91,7 @@ REPLACED = [
     by_closure,
     by_partial,
     around,
+    around_beside_much_else,
     around_as_accelerate_does,
     around_by_an_object,
     deleted,

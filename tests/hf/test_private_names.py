@@ -33,11 +33,11 @@ def taken(monkeypatch: pytest.MonkeyPatch, name: str) -> str:
         monkeypatch.delattr(owner, last)
         return path
     asked, word, *_ = rest.split()
-    fake = lambda other: None  # noqa: E731
+    fake, held = (lambda other: None), getattr(owner, last)
     if asked == "has":  # (what its code has besides stays)
-        held = getattr(owner, last)
         others = {w for w in _words(_code(held)) if w != word}
         fake = types.FunctionType(fake.__code__.replace(co_names=tuple(others)), {}) if others else fake
+    fake.__module__ = getattr(held, "fget", held).__module__
     monkeypatch.setattr(owner, last, fake)
     return f"{word} in {path}" if asked == "has" else f"{path}({word}"
 
@@ -52,6 +52,12 @@ def test_each_name_is_missed(part, monkeypatch):
             with pytest.raises(ModelError) as caught:
                 refuse_release(part)
         assert f"has no {said}" in str(caught.value) and f"{NAMES[part].known} is known to work" in str(caught.value)
+
+
+def test_a_method_that_another_library_has_replaced_says_nothing_of_the_release(monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.setattr(transformers.Trainer, "__init__", lambda self, *args, **kwargs: None)
+    refuse_release("trainers")
 
 
 def test_an_accelerator_that_keeps_its_models_otherwise_is_refused(monkeypatch):

@@ -12,10 +12,13 @@ from ranks import Ranks
 from torch import nn
 
 import zgraph
+from zgraph.errors import ModelError
 
 pytest.importorskip("trl")
 pytest.importorskip("datasets")
 
+import trl
+from safetensors.torch import load_file
 from trainers import as_launched
 from trl.kernels import ChunkedLogProbFunction
 from trl_trainers import trained, trainer_of
@@ -44,6 +47,12 @@ from zgraph.torch_compat.library_functions import log_probabilities
         ("kto", {"zero": 2}, None, {}),
         ("orpo", {"zero": 2}, "lora", {}),
         ("rloo", {"zero": 3}, None, {}),
+        ("sft", {"zero": 3}, None, {"packing": True, "max_length": 16, "packing_strategy": "wrapped"}),
+        ("sft", {"zero": 3}, "lora", {"loss_type": "dft", "gradient_checkpointing": True}),
+        ("dpo", {"zero": 3}, None, {"loss_type": ["ipo", "sigmoid_norm"], "loss_weights": [0.5, 1.0]}),
+        ("grpo", {"zero": 3}, "lora", {"beta": 0.1, "gradient_checkpointing": True}),
+        ("distillation", {"zero": 3}, "lora", {}),
+        ("sdft", {"zero": 3}, None, {}),
     ],
 )
 def test_a_run_of_trl_is_that_of_ddp(
@@ -99,6 +108,31 @@ def test_a_reference_model_follows_the_trained_one(two: Ranks, tmp_path: Path):
     expected, _ = synced(str(tmp_path / "plain"), None)
     for weight, moved in two.run(synced, str(tmp_path / "mine"), {"zero": 3}):
         assert moved and torch.equal(weight, expected)
+
+
+def averaged(folder: str, plan: dict[str, Any] | None) -> None:
+    """Train with TRL's callback that averages weights, and writes them."""
+    with as_launched():
+        trainer = trainer_of("sft", folder, max_steps=4)
+        if plan is not None:
+            zgraph.hf.attach(trainer, zgraph.Plan(backend="eager", **plan))
+        trainer.add_callback(trl.BEMACallback(update_freq=2, update_after=1))
+        trainer.train()
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_averages_are_of_whole_weights(two: Ranks, tmp_path: Path):
+    two.run(averaged, str(tmp_path / "plain"), None)
+    two.run(averaged, str(tmp_path / "mine"), {"zero": 3})
+    plain, mine = (load_file(tmp_path / name / "bema" / "model.safetensors") for name in ("plain", "mine"))
+    torch.testing.assert_close(mine, plain)
+
+
+def test_an_adapter_that_trl_adds_when_training_begins_is_refused(tmp_path):
+    trainer = trainer_of("sdft", str(tmp_path / "run"), "lora")
+    with pytest.raises(ModelError, match="adds an adapter for the teacher"):
+        zgraph.hf.attach(trainer)
 
 
 class Head(nn.Module):

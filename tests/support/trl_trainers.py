@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import torch
 from trainers import EAGER, WORDS, adapted, as_launched, model_of
 
 import zgraph
@@ -36,7 +37,9 @@ def rows(kind: str, count: int) -> Any:
         made = [{"prompt": text(3, 6), "completion": " " + text(2, 9), "label": at % 2 == 0} for at in range(count)]
     elif kind in ("dpo", "reward", "orpo", "cpo"):
         made = [{"prompt": text(3, 6), "chosen": " " + text(2, 9), "rejected": " " + text(2, 9)} for _ in range(count)]
-    elif kind in ("grpo", "rloo"):
+    elif kind == "sdft":
+        made = [{"prompt": text(3, 6), "privileged_context": text(3, 6)} for _ in range(count)]
+    elif kind in ("grpo", "rloo", "distillation"):
         made = [{"prompt": text(3, 6)} for _ in range(count)]
     elif kind == "sft, completions":
         made = [{"prompt": text(3, 6), "completion": " " + text(2, 9)} for _ in range(count)]
@@ -74,13 +77,35 @@ def trainer_of(kind: str, folder: str, adapter: str | None = None, **options: An
 
         model.config.num_labels = 1
         model = transformers.LlamaForSequenceClassification(model.config)
-    if options.get("beta", kind == "rloo") and adapter is None:  # (TRL loads the reference from there)
+    if (
+        options.get("beta", kind == "rloo") or kind == "sdft"
+    ) and adapter is None:  # (TRL loads the reference from there)
         origin = tempfile.mkdtemp(dir=Path(folder).parent)
         model.config.architectures = [type(model).__name__]
         model.config.save_pretrained(origin)
         save_model(model, f"{origin}/model.safetensors")  # (`save_pretrained` writes weights on one rank alone)
         model = type(model).from_pretrained(origin)
     data, words = rows(kind, 24), tokenizer()
+    if kind == "distillation":
+        teacher = model_of("llama")
+        with torch.no_grad():
+            for param in teacher.parameters():
+                param.mul_(2.0)
+        args = trl.DistillationConfig(**{"max_completion_length": 5, **given})
+        return trl.DistillationTrainer(model, teacher, args=args, train_dataset=data, processing_class=words)
+    if kind == "sdft":
+        from trl.experimental.sdft import SDFTConfig, SDFTTrainer
+
+        args = SDFTConfig(
+            **{
+                "num_generations": 2,
+                "max_completion_length": 5,
+                "teacher_model_kind": "ema",
+                "distillation_topk": 9,
+                **given,
+            }
+        )
+        return SDFTTrainer(model, args=args, train_dataset=data, processing_class=words)
     if kind == "dpo":
         like = model_of("llama") if adapter is None else None  # (an adapter is switched off for the reference)
         args = trl.DPOConfig(**given)

@@ -10,6 +10,7 @@ import functools
 import inspect
 import logging
 import types
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -186,18 +187,18 @@ def calls(function: Any, wanted: Any, module: nn.Module, is_ours: Callable[[str]
     """Return whether a function can call `wanted`.
 
     That is: it holds `wanted` in its closure, arguments, attributes, or the globals that it names, or the module holds
-    it under a name that the user gave.
+    it under a name that the user gave. The nearest are looked at first: an object on the way may hold a whole trainer.
     """
     kinds = (types.FunctionType, types.MethodType, functools.partial)
-    stack = [function, *(v for k, v in module.__dict__.items() if isinstance(v, kinds) and not is_ours(k))]
+    near = deque([function, *(v for k, v in module.__dict__.items() if isinstance(v, kinds) and not is_ours(k))])
     seen: set[int] = set()
-    while stack and len(seen) < _SEARCHED:
-        item = stack.pop()
+    while near and len(seen) < _SEARCHED:
+        item = near.popleft()
         if item is wanted:
             return True
         if id(item) not in seen:
             seen.add(id(item))
-            stack += _held(item)
+            near.extend(_held(item))
     return False
 
 

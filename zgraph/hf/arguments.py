@@ -28,6 +28,14 @@ def refuse_trainer(trainer: Any) -> None:
     refuse_release("trainers")
     refuse_release("published models")
     _refuse_model(trainer)
+    for callback in trainer.callback_handler.callbacks:
+        if type(callback).__name__ == "PEFTAdapterEMACallback":  # (TRL's name)
+            raise ModelError(
+                "TRL adds an adapter for the teacher when training begins",
+                where='teacher_model_kind="ema"',
+                why="a compiled model has the parameters that it had when it was compiled",
+                hint='teacher_model_kind="base" or "live"; or "ema" without an adapter',
+            )
 
 
 def _refuse_model(trainer: Any) -> None:

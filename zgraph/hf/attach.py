@@ -11,6 +11,7 @@ import torch
 
 from zgraph.api.compiler import compile
 from zgraph.hf.arguments import notes_on, refuse_arguments, refuse_trainer
+from zgraph.hf.backbones import with_backbone_in_forward
 from zgraph.hf.loss_scaling import PlanScaler, loss_scale_of
 from zgraph.hf.optimizers import optimizer_of
 from zgraph.hf.plans import plan_of
@@ -61,7 +62,8 @@ def attach(
         refuse_release("loss scaling")
         scale = loss_scale_of(trainer.accelerator.scaler)  # type: ignore[attr-defined]
         chosen = chosen.model_copy(update={"precision": Precision(loss_scale=scale)})
-    compile(trainer.model, chosen, dynamic=dynamic)  # type: ignore[attr-defined]
+    with with_backbone_in_forward(trainer):
+        compile(trainer.model, chosen, dynamic=dynamic)  # type: ignore[attr-defined]
     kind: Any = type(trainer)
     trainer.__class__ = attached_class(kind)
     trainer.after_attach(autocast, translated.without, scheduler_section)  # type: ignore[attr-defined]

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from zgraph.api.peft_adapters import FILE, is_adapted, load_adapter
+from zgraph.hf.callbacks_of_trl import give_whole_weights
 from zgraph.hf.optimizers import refuse_all_frozen, refuse_unfrozen
 from zgraph.hf.schedules import scheduler_for
-from zgraph.hf.synced_references import sync_with_whole_weights
 from zgraph.hf.vllm_weights import stream_to_vllm
 
 FOLDER = "zgraph"
@@ -53,8 +53,13 @@ class Attached:
         self.is_distributed_loading_by_transformers = True
         self.model._is_accelerate_prepared = True  # (accelerate would also apply autocast, which is done below)
         stream_to_vllm(self)
-        sync_with_whole_weights(self)
+        give_whole_weights(self)
         self.create_optimizer()
+
+    def add_callback(self, callback: Any) -> None:
+        """Add a callback, which gets whole weights if it is one of TRL's that read them."""
+        super().add_callback(callback)  # type: ignore[misc]
+        give_whole_weights(self)
 
     def create_optimizer(self, model: Any = None) -> Any:
         """Set and return the plan's optimizer, which was made from the Trainer's."""

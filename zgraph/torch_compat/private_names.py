@@ -172,6 +172,28 @@ NAMES = {
             "trl.generation.vllm_generation:VLLMGeneration.__init__ has model",
         ),
     ),
+    "callbacks of TRL": Names(
+        "trl",
+        "1.16",
+        "reference models, teachers and averages follow the trained model by weights that are gathered from the shards, and how TRL's callbacks "
+        "read them is no public interface",
+        (
+            "trl.trainer.callbacks:SyncRefModelCallback.on_step_end has sync_target_model",
+            "trl.trainer.callbacks:BEMACallback.__init__ has param_names",
+            "trl.trainer.callbacks:BEMACallback.__init__ has thetat_params",
+            "trl.trainer.callbacks:BEMACallback.on_step_end has update_after",
+            "trl.trainer.callbacks:BEMACallback.on_step_end has update_freq",
+        ),
+    ),
+    "backbones": Names(
+        "trl",
+        "1.16",
+        "DistillationTrainer's backbone runs as a program of the model, and how it calls it is no public interface",
+        (
+            "trl.trainer.distillation_trainer:DistillationTrainer._get_last_hidden_state has base_model",
+            "trl.trainer.distillation_trainer:DistillationTrainer.compute_loss has _forward_redirection",
+        ),
+    ),
     "Lightning": Names(
         "lightning",
         "2.6",
@@ -225,13 +247,19 @@ def _one_lacks(name: str) -> str | None:
     except (ImportError, AttributeError):
         return path
     asked, *words = rest.split() or [""]
-    if asked == "has" and words[0] not in set(_words(_code(member))):
+    if asked == "has" and _is_of(member, module) and words[0] not in set(_words(_code(member))):
         return f"{words[0]} in {path}"
     if asked == "takes":
         takes = [p for p in inspect.signature(member).parameters if p not in ("args", "kwargs")]
         if takes != words:
             return f"{path}({', '.join(words)})"
     return None
+
+
+def _is_of(member: Any, module: str) -> bool:
+    """Return whether a function is the library's own: one that another library has put in its place says nothing of the release."""
+    found: str = inspect.unwrap(getattr(member, "fget", member)).__module__
+    return found.partition(".")[0] == module.partition(".")[0]
 
 
 def _code(member: Any) -> types.CodeType | None:
