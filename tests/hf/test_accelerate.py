@@ -82,6 +82,17 @@ def test_an_accelerator_that_would_run_another_engine_is_refused(kind):
             accelerator.prepare_model(made)
 
 
+def test_a_hook_that_compresses_ddps_gradients_is_refused():
+    from accelerate import Accelerator
+    from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
+
+    with as_launched():
+        made = zgraph.compile(model(), zgraph.Plan(backend="eager"))
+        wanted = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)
+        with pytest.raises(ModelError, match="comm_hook='bf16'"):
+            Accelerator(cpu=True, kwargs_handlers=[wanted]).prepare_model(made)
+
+
 @pytest.mark.gloo
 def test_a_mixed_precision_that_the_plan_has_not_is_refused(two: Ranks):
     for outcome in two.attempt(loop, zgraph.Plan(backend="eager"), "bf16", keep=True):

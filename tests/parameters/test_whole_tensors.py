@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 from zgraph.parameters import whole_tensors
-from zgraph.parameters.reused_memory import LEAST, ReusedMemory
+from zgraph.parameters.reused_memory import LEAST, RestingMemory, ReusedMemory
 from zgraph.parameters.whole_tensors import Wanted, gathered
 from zgraph.program.tolerance import equal_bits
 from zgraph.torch_compat import process_groups
@@ -213,6 +214,20 @@ def test_memory_for_another_size_replaces_what_is_free_once_the_bound_is_reached
         assert sum(p.numel() for p in memory._pieces) <= max(size, 4) * LEAST
     assert [p.numel() for p in memory._pieces] == [8 * LEAST]
     assert memory.take(5).numel() == 5 and memory.take(0).numel() == 0 and len(memory._pieces) == 1
+
+
+def test_memory_that_nobody_holds_rests_until_later_uses():
+    resting = RestingMemory()
+    memory = ReusedMemory(CPU, 8 * LEAST, resting)
+    held, other = memory.take(2 * LEAST).fill_(7), memory.take(2 * LEAST)
+    place = other.data_ptr()
+    del other
+    memory.rest()
+    later = ReusedMemory(CPU, 8 * LEAST, resting)
+    assert later.take(3 * LEAST).numel() == 3 * LEAST
+    pieces = [later.take(2 * LEAST).fill_(1) for _ in range(2)]
+    assert (place in [piece.data_ptr() for piece in pieces]) == (sys.platform == "linux")
+    assert bool((held == 7).all())
 
 
 # -- bits ---------------------------------------------------------------------------------------------------------------

@@ -93,6 +93,7 @@ class ForAccelerate:
         if library is not None and isinstance(asker, library.Accelerator):
             _watch(asker)
             refuse_other_engines()
+            _refuse_hook(asker)
         if self._handle.mesh is None:
             return False
         if library is not None:
@@ -107,6 +108,18 @@ class ForAccelerate:
                 hint=f'precision="{asked}" in the plan, or mixed_precision="no"',
             )
         return True
+
+
+def _refuse_hook(accelerator: Any) -> None:
+    """Raise `ModelError` for gradients in fewer bits that accelerate's handler asks DistributedDataParallel for."""
+    hook = getattr(accelerator.ddp_handler, "comm_hook", "no")
+    if str(getattr(hook, "value", hook)) != "no":
+        raise ModelError(
+            f"accelerate's DistributedDataParallelKwargs has comm_hook={str(getattr(hook, 'value', hook))!r}",
+            where="kwargs_handlers",
+            why="it is for DistributedDataParallel, and a compiled model reduces its gradients as its plan says",
+            hint="leave comm_hook out; wire in the plan sends gradients in fewer bits",
+        )
 
 
 def _watch(accelerator: Any) -> None:

@@ -75,7 +75,7 @@ def full_weights(
     with contextlib.ExitStack() as stack:
         for block in blocks:
             stack.enter_context(_when_called(block, places))
-        stack.callback(places.restore)
+        stack.callback(places.end)
         places.put([n for n in runtime.shards.params() if n not in within])
         handle.whole = here
         try:
@@ -116,7 +116,7 @@ def whole_parameters(model: nn.Module, params: Collection[Any], *, write: bool =
     runtime.everyone.vote("whole parameters", f"{names} {write}")
     places = _Places(runtime, None, None, write=write)
     with contextlib.ExitStack() as stack:
-        stack.callback(places.restore)
+        stack.callback(places.end)
         places.put(names)
         handle.whole = False
         try:
@@ -153,7 +153,7 @@ class _Places:
                     self._places[self._names[id(param)]].append((module._parameters, key))
         self._held: dict[str, tuple[nn.Parameter, int]] = {}
         self._wrong: list[tuple[str, str]] = []  # (parameter, what was done to it)
-        self._memory = ReusedMemory(runtime.device, self.least())  # (blocks take it one after another)
+        self._memory = ReusedMemory(runtime.device, self.least(), runtime.resting)  # (blocks take it one after another)
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of a parameter's whole tensor."""
@@ -240,6 +240,11 @@ class _Places:
                 fresh.register_hook(functools.partial(_refuse_late, name))
             for table, key in self._places[name]:
                 table[key] = self._params[name]
+
+    def end(self) -> None:
+        """Put what is left back in its place, and let the memory of whole tensors rest."""
+        self.restore()
+        self._memory.rest()
 
 
 def _refuse_late(name: str, gradient: torch.Tensor) -> None:

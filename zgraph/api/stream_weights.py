@@ -43,7 +43,7 @@ def stream_weights(
         tensors = [Wanted(weights[name], cast(weights[name])) for name in views]
         # (so that the memory of an embedding is there for the head)
         largest = max((tensor.nbytes for tensor in tensors), default=0)
-        memory = ReusedMemory(runtime.device, max(most, largest * 3 // 2))
+        memory = ReusedMemory(runtime.device, max(most, largest * 3 // 2), runtime.resting)
         wholes = gathered(tensors, runtime.device, most, memory, chosen)
         for named in views.values():
             whole = next(wholes)
@@ -57,5 +57,6 @@ def stream_weights(
                     yield view.name, flat.as_strided(view.sizes, view.strides, view.offset + flat.storage_offset())
                     del flat
             del whole  # (its memory is used again)
+        memory.rest()
 
     return stream()

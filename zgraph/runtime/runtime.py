@@ -32,6 +32,7 @@ from zgraph.codegen.executable import Executable
 from zgraph.codegen.port_bindings import Sources
 from zgraph.errors import SignatureError, UnsupportedError
 from zgraph.parameters.layout import with_requires_grad
+from zgraph.parameters.reused_memory import RestingMemory
 from zgraph.parameters.shards import Shards, Sums
 from zgraph.plan.plan import Plan
 from zgraph.plan.shapes import buckets_of
@@ -80,6 +81,7 @@ class Runtime(Rank):
         self._told_of_packing = False  # whether it was told that hooks on saved tensors do nothing here
         self.handed: Sequence[Any] | None = None  # the flat outputs of the running call; None if nobody asks for them
         self.beside_batch = BesideBatch()
+        self.resting = RestingMemory()  # of whole weights, between their uses
         buckets = buckets_of(plan)
         self.buckets = PaddedCalls(self, buckets) if buckets is not None else None
         self.calls = Calls(self, self._compile, self._execute)
