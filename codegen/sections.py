@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from zgraph.names import layer_path
 from zgraph.passes.update.group_updates import type_of
 from zgraph.program import collectives, transfers_to_host
 from zgraph.program.aliases import is_view, is_write, root_of
@@ -143,11 +144,8 @@ def _with_unequal_joined(program: Program, held: Set[fx.Node], fixed: Set[fx.Nod
 
 
 def layer_of(node: fx.Node, depth: int) -> str | None:
-    """Return the path of the layer that a node belongs to: its module's path up to the `depth`th number. None outside
-    of layers."""
-    parts = info(node).module.split(".") if has_info(node) else []
-    numbers = [i for i, part in enumerate(parts) if part.isdecimal()]
-    return ".".join(parts[: numbers[depth - 1] + 1]) if len(numbers) >= depth else None
+    """Return the path of the layer that a node belongs to (see `layer_path`)."""
+    return layer_path(info(node).module, depth) if has_info(node) else None
 
 
 def _starts(program: Program, depth: int) -> list[int]:

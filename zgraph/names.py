@@ -51,3 +51,10 @@ def _prefixes(name: str) -> Iterator[str]:
 def matches(names: Iterable[str], patterns: Iterable[str]) -> bool:
     """Return whether a pattern matches one of these names."""
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns for name in names)
+
+
+def layer_path(module: str, depth: int) -> str | None:
+    """Return the path of the layer that a module is in: its own path up to the `depth`th number. None outside of layers."""
+    parts = module.split(".")
+    numbers = [i for i, part in enumerate(parts) if part.isdecimal()]
+    return ".".join(parts[: numbers[depth - 1] + 1]) if len(numbers) >= depth else None

@@ -27,7 +27,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from zgraph.capture import masked_rows
+from zgraph.capture import equal_layers, masked_rows, repeated_layers
 from zgraph.capture.asserts import keep_asserts, name_asserts
 from zgraph.capture.data_dependent_sizes import fold_data_dependent_sizes, fold_effects, pad_outputs
 from zgraph.capture.fake_inputs import Fakes
@@ -56,6 +56,7 @@ from zgraph.program.node import NodeInfo, Phase, info, module_of, set_info, sour
 from zgraph.program.program import InputRole, OutputRole, ParamSpec, Port, Program, of_backward
 from zgraph.ranks import compile_progress
 from zgraph.torch_compat import aot, compile_lock, dynamo, fake_tensors, fx_graphs, symbols, tensor_storage
+from zgraph.torch_compat.element_sizes import given_elements
 from zgraph.torch_compat.flat_capture import CONSTANTS, FlatCapture
 
 logger = logging.getLogger(__name__)
@@ -236,11 +237,10 @@ class Trace:
         """
         compile_progress.at(compile_progress.JOINT)
         graph_module = _with_output_marks(self.flat.graph_module, differentiated, self)
-        fakes = [node.meta["example_value"] for node in graph_module.graph.find_nodes(op="placeholder")]
         context = torch.enable_grad() if differentiated else torch.no_grad()
         with context, compile_lock.ONE_AT_A_TIME:
             try:
-                joint = aot.export_joint(graph_module, fakes, self.flat.fake_mode, decompositions)
+                joint = self._joint(graph_module, decompositions)
             except dynamo.ValueDependent as error:
                 raise _capture_error(error) from error
             except AssertionError as error:
@@ -252,6 +252,19 @@ class Trace:
                     hint="compute what is used (F.normalize(self.weight)), or change the weights after each step, outside of forward",
                 ) from error
         return _program(joint, self, name)
+
+    def _joint(self, graph_module: fx.GraphModule, decompositions: dict[Any, Any]) -> fx.GraphModule:
+        """Return the joint graph of a marked forward. Of equal layers AOTAutograd traces a few."""
+
+        def export(forward: fx.GraphModule) -> fx.GraphModule:
+            fakes = [node.meta["example_value"] for node in forward.graph.find_nodes(op="placeholder")]
+            return aot.export_joint(forward, fakes, self.flat.fake_mode, decompositions)
+
+        inputs = graph_module.graph.find_nodes(op="placeholder")
+        is_open = self.sizes or any(given_elements(node.meta["example_value"]) is not None for node in inputs)
+        steps = [] if is_open else equal_layers.shortened(graph_module)
+        joint = repeated_layers.whole(steps, export(steps[-1].module)) if steps else None
+        return joint if joint is not None else export(graph_module)
 
 
 def trace(

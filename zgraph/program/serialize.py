@@ -286,11 +286,15 @@ def _encode_type(tensor: torch.Tensor) -> dict[str, Any]:
 
 def _encode_record(record: NodeInfo | Port | ParamSpec) -> dict[str, Any]:
     """Return the fields of a dataclass that differ from their defaults."""
-    return {
-        f.name: _encode(getattr(record, f.name))
-        for f in dataclasses.fields(record)
-        if getattr(record, f.name) != f.default
-    }
+    row = {}
+    for name, default in _DEFAULTS[type(record)]:
+        item = getattr(record, name)
+        if item is not default and item != default:
+            row[name] = _encode(item)
+    return row
+
+
+_DEFAULTS = {kind: tuple((f.name, f.default) for f in dataclasses.fields(kind)) for kind in (NodeInfo, Port, ParamSpec)}
 
 
 def _encode_constants(program: Program, all_data: bool) -> dict[str, Any]:

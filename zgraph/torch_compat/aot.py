@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 import torch._inductor.lowering  # (registers lowerings before a joint trace: some models are captured only with it)
 from torch import fx
 from torch._functorch._aot_autograd.descriptors import (
+    AOTInput,
+    AOTOutput,
     BackwardTokenAOTInput,
     BackwardTokenAOTOutput,
     ForwardTokenAOTInput,
@@ -102,6 +105,17 @@ def describe_output(desc: Any) -> tuple[str, int]:
     if isinstance(desc, GradAOTOutput):
         return "gradient", describe_input(desc.grad_of)[1]
     return f"unknown: {desc!r}", -1
+
+
+def with_inputs(desc: Any, position: Callable[[int], int]) -> Any:
+    """Return a description of an input or output with other positions of the flat inputs that it names."""
+    if isinstance(desc, PlainAOTInput):
+        return dataclasses.replace(desc, idx=position(desc.idx))
+    if not dataclasses.is_dataclass(desc) or isinstance(desc, type):
+        return desc
+    named = {f.name: getattr(desc, f.name) for f in dataclasses.fields(desc)}
+    inner = {name: x for name, x in named.items() if isinstance(x, (AOTInput, AOTOutput))}
+    return dataclasses.replace(desc, **{name: with_inputs(x, position) for name, x in inner.items()})
 
 
 def min_cut_saved(module: fx.GraphModule, forward_outputs: int, tangents: Sequence[str]) -> set[str]:

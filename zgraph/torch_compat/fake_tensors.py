@@ -25,6 +25,27 @@ def empty(mode: Any, size: Any, stride: Any, dtype: torch.dtype, device: torch.d
         return FakeTensor(mode, torch.empty_strided(size, stride, dtype=dtype, device="meta"), device)
 
 
+def is_fake(tensor: torch.Tensor) -> bool:
+    from torch._subclasses.fake_tensor import is_fake as _is_fake
+
+    return bool(_is_fake(tensor))
+
+
+def view_of(like: torch.Tensor, memory: torch.Tensor | None) -> torch.Tensor:
+    """Return a fake tensor like another one, in the memory of a third; None for memory of its own."""
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.utils._mode_utils import no_dispatch
+
+    assert isinstance(like, FakeTensor)
+    with no_dispatch():
+        if memory is None:
+            elements = like.untyped_storage().nbytes() // like.element_size()
+            memory = torch.empty(elements, dtype=like.dtype, device="meta")
+        of_type = memory if memory.dtype is like.dtype else memory.view(like.dtype)
+        inner = of_type.as_strided(like.size(), like.stride(), like.storage_offset())
+        return FakeTensor(like.fake_mode, inner, like.device, constant=like.constant)
+
+
 @contextlib.contextmanager
 def held_after() -> Iterator[list[torch.Tensor]]:
     """Yield a list that, once the block has ended, has the fake tensors made in it that are still alive (the user's

@@ -15,6 +15,7 @@ from torch._guards import TracingContext, tracing
 
 from zgraph.torch_compat import kernel_files
 from zgraph.torch_compat.fx_graphs import fix_strides
+from zgraph.torch_compat.vector_instructions import choose_instructions
 
 
 def inductor_joint_passes(module: fx.GraphModule, fake_mode: Any, *, pads: bool) -> None:
@@ -248,7 +249,6 @@ def compile_with_inductor(
 
     Collectives and library calls keep the graph's order: fused kernels around them do not move them, and Inductor's own reorder passes, which
     move the start of a collective next to its wait, are off. `chunks`, `copies`: see `order_keeper`.
-
     C++ kernels are not compiled: one that is called compiles itself alone, `rebuild_inductor` compiles all of a source.
     """
     import torch._inductor.config as inductor_config
@@ -256,6 +256,7 @@ def compile_with_inductor(
     from torch._inductor.virtualized import V
 
     lower_gathers()
+    choose_instructions()
     _store_what_leaves_chunks(module.graph, dict(chunks))
     keep = {
         "reorder_for_locality": False,

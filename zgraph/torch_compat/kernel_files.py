@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from zgraph.errors import LoweringError
+from zgraph.torch_compat.vector_instructions import choose_instructions
 
 _OWN = "from zgraph.torch_compat.kernels_later import AsyncCompile"
 _INDUCTORS = "from torch._inductor.async_compile import AsyncCompile"
@@ -136,6 +137,7 @@ def compile_together(kernels: Sequence[KernelSource], files: int) -> Mapping[Ker
 
     Returns the function of each. One that this process has compiled before, for another program, is not compiled again.
     """
+    choose_instructions()
     settings = _settings()
     keys = {kernel: hashlib.sha256(f"{settings}\n{kernel.source}".encode()).digest() for kernel in kernels}
     sources = {kernel.source: kernel for kernel in kernels if keys[kernel] not in _compiled}
