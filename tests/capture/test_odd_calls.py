@@ -156,6 +156,14 @@ def test_a_model_that_was_moved_away_is_refused():
         model.to("meta")
 
 
+def test_a_model_that_is_moved_to_the_first_cpu_stays_where_it_is():
+    model = compiled()
+    before = dict(model.named_parameters())
+    model.to(torch.device("cpu", 0))  # (accelerate's device on a CPU; torch copies each tensor)
+    model(X)
+    assert all(p is before[n] for n, p in model.named_parameters())
+
+
 def test_shallow_copies_and_pickles_are_refused():
     model = compiled()
     for refused in (copy.copy, lambda m: torch.save(m, io.BytesIO())):

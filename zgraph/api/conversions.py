@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from zgraph.errors import ModelError
+from zgraph.program.tolerance import same_bits
 from zgraph.runtime.compiled_models import is_compiled, owner_of
 from zgraph.torch_compat.dtensors import local_of
 
@@ -43,7 +44,7 @@ def change_by(module: nn.Module, change: _Change) -> str | None:
             continue
         probe = _probe_of(tensor)
         changed = change(probe)
-        if changed is probe and not (probe.is_shared() and probe.device.type == "cpu"):
+        if (changed is probe or _is_like(changed, probe)) and not (changed.is_shared() and probe.device.type == "cpu"):
             continue
         there = f"{changed.dtype} on {changed.device}"
         if changed is probe:
@@ -71,9 +72,15 @@ def _apply(module: nn.Module, change: _Change, recurse: bool = True) -> nn.Modul
     )
 
 
+def _is_like(changed: torch.Tensor, probe: torch.Tensor) -> bool:
+    """Return whether a conversion made a copy alone, as one to the device "cpu:0" does, which accelerate names so."""
+    same = (changed.dtype, changed.device, changed.shape) == (probe.dtype, probe.device, probe.shape)
+    return same and changed.stride() == probe.stride() and not changed.is_pinned() and same_bits(changed, probe)
+
+
 def _probe_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a small tensor of the same dtype, device, number of dimensions and order of these."""
-    probe = torch.empty((2,) * tensor.dim(), dtype=tensor.dtype, device=tensor.device)
+    probe = torch.ones((2,) * tensor.dim(), dtype=tensor.dtype, device=tensor.device)
     own = local_of(tensor)
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
     if last is not None and own.is_contiguous(memory_format=last) and not own.is_contiguous():

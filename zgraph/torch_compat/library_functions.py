@@ -153,7 +153,13 @@ _PARTS = {  # the part of the table of private names that a layer needs
     "peft.tuners.shira.layer:Linear": "SHiRA",
     "peft.tuners.vblora.layer:VBLoRALayer": "VB-LoRA",
 }
-_REFUSED = {"peft.tuners.waveft.layer:WaveFTLayer": ("WaveFT", "FourierFT")}  # layers, and what is like them
+_REFUSED = {  # layers, and what is like them
+    "peft.tuners.waveft.layer:WaveFTLayer": ("WaveFT", "FourierFT"),
+    "peft.tuners.frod.layer:FrodLayer": ("FRoD", "VeRA"),
+    "peft.tuners.poly.layer:PolyLayer": ("Poly", "LoRA with several adapters"),
+    "peft.tuners.cpt.model:CPTEmbedding": ("CPT", "prompt tuning"),
+    "peft.tuners.cartridge.model:CartridgeEncoder": ("Cartridge", "prefix tuning"),
+}
 
 _HOOKED = "peft.tuners.osf.layer:OSFLayer"  # a layer whose hooks compute with the gradients of whole weights
 
@@ -178,8 +184,8 @@ def refuse_layers(model: nn.Module) -> None:
             raise UnsupportedError(
                 f"adapters of {adapter} can't be captured as a graph",
                 where=where[0],
-                why="their transform of a weight is written in Python that decides by types",
-                hint=f"{other} and LoRA can; or train without a plan",
+                why="what they compute is written in Python that decides by types or values, makes classes or hooks, or has sparse tensors",
+                hint=f"{other} can, and LoRA; or train without a plan",
             )
     kinds = {kind: part for name, part in _PARTS.items() if (kind := _known(name)) is not None}
     parts = {part for kind, part in kinds.items() if any(isinstance(m, kind) for m in model.modules())}
