@@ -164,6 +164,21 @@ def test_a_model_that_is_moved_to_the_first_cpu_stays_where_it_is():
     assert all(p is before[n] for n, p in model.named_parameters())
 
 
+def test_a_distribution_that_checks_its_arguments_is_refused_with_the_way_out():
+    class Drawn(Net):
+        def forward(self, x):
+            return self.a(x).mean() * torch.distributions.Normal(0, 1).icdf(torch.tensor(0.7))
+
+    with pytest.raises(CaptureError, match=r"Distribution\.set_default_validate_args\(False\)"):
+        compiled(Drawn())(X)
+    before = torch.distributions.Distribution._validate_args
+    torch.distributions.Distribution.set_default_validate_args(False)
+    try:
+        torch.testing.assert_close(compiled(Drawn())(X), Drawn()(X))
+    finally:
+        torch.distributions.Distribution.set_default_validate_args(before)
+
+
 def test_shallow_copies_and_pickles_are_refused():
     model = compiled()
     for refused in (copy.copy, lambda m: torch.save(m, io.BytesIO())):

@@ -124,6 +124,15 @@ def test_the_plans_optimizer_and_what_is_refused():
             fabric.backward(torch.ones(2, requires_grad=True).sum())
 
 
+def test_a_model_of_lightnings_own_is_compiled():
+    from lightning.pytorch.demos.transformer import Transformer
+
+    with as_launched():
+        model = fabric_of({}).setup_module(Transformer(vocab_size=9, ninp=8, nhid=8, nlayers=1))
+        assert model(torch.ones(1, 4, dtype=torch.long), torch.ones(1, 4, dtype=torch.long)).shape == (4, 9)
+        assert model.module.zgraph.programs
+
+
 @pytest.mark.parametrize(
     ("plan", "options", "kind", "said"),
     [

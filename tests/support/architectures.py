@@ -38,7 +38,52 @@ _LATENT = {
 _STATES = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
 _ALTERNATING = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
 
+_GATED = {
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+_OF_ERNIE = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "moe_layer_start_index": 1}
+_OF_NEMOTRON = {
+    **_ROUTED, "num_hidden_layers": 4, "hybrid_override_pattern": "M*-E", "mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8,
+    "n_groups": 1, "chunk_size": 8, "moe_shared_expert_intermediate_size": 24,
+}  # fmt: skip
+
 DECODERS: dict[str, dict[str, Any]] = {  # language models: what their config has besides `_DECODER`
+    "Afmoe": {**_SMALL_EXPERTS, **_ALTERNATING, "num_dense_layers": 1, "num_shared_experts": 1},
+    "BioGpt": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    "Cohere2Moe": _SMALL_EXPERTS,
+    "Cwm": {},
+    "DeepseekV4": _LATENT,
+    "DiffLlama": {},
+    "Doge": {},
+    "Dots1": {**_ROUTED, "n_group": 1, "topk_group": 1, "n_shared_experts": 1},
+    "Ernie4_5_Moe": _OF_ERNIE,
+    "ExaoneMoe": {**_SMALL_EXPERTS, "num_shared_experts": 1, "first_last_k_dense_replace": 1},
+    "FalconMamba": {},
+    "Glm": {},
+    "Glm4MoeLite": _LATENT,
+    "GlmMoeDsa": _LATENT,
+    "GraniteMoeHybrid": {
+        **_STATES,
+        **_TWO_OF_FOUR,
+        "shared_intermediate_size": 24,
+        "layer_types": ["mamba", "attention"],
+    },
+    "HunYuanMoEV1": {"num_experts": 4, "moe_topk": [2, 2], "moe_intermediate_size": 24},
+    "Jais2": {},
+    "Lfm2Moe": {
+        **_SMALL_EXPERTS,
+        "num_dense_layers": 1,
+        "layer_types": ["conv", "full_attention"],
+        "full_attn_idxs": [1],
+    },
+    "ModernBertDecoder": {"layer_types": ["sliding_attention", "full_attention"]},
+    "Mpt": {"attn_config": {"attn_pdrop": 0}, "resid_pdrop": 0, "emb_pdrop": 0},
+    "NemotronH": _OF_NEMOTRON,
+    "OlmoHybrid": {},
+    "Persimmon": {"hidden_dropout": 0.0, "attention_dropout": 0.0},
+    "SolarOpen": _ROUTED,
+    "Youtu": _LATENT,
     "Apertus": {},
     "Arcee": {},
     "Bamba": {**_STATES, "attn_layer_indices": [1]},
@@ -116,6 +161,17 @@ _SOUND = {
     "final_dropout": 0.0,
 }  # fmt: skip
 _OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {  # (class of the model, of its config, fields)
+    "Gemma4": (
+        "Gemma4ForCausalLM",
+        "Gemma4TextConfig",
+        {**_DECODER, **_ALTERNATING, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": WORDS, "global_head_dim": 8},
+    ),
+    "Qwen3_5": ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", {**_DECODER, **_GATED}),
+    "Qwen3_5Moe": (
+        "Qwen3_5MoeForCausalLM",
+        "Qwen3_5MoeTextConfig",
+        {**_DECODER, **_GATED, **_SMALL_EXPERTS, "shared_expert_intermediate_size": 24},
+    ),
     "Gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", {**_DECODER, **_ALTERNATING}),
     "Llama4": (
         "Llama4ForCausalLM",

@@ -901,6 +901,8 @@ def _capture_error(error: BaseException) -> CaptureError:
     if devices := _TWO_DEVICES.search(text):
         here, there = devices.groups()
         hint = f"what meets here is on {here} and on {there}; move one: an input is not moved to the model's device (x.to(device))"
+    if where is not None and "torch/distributions" in where:
+        hint = "torch.distributions.Distribution.set_default_validate_args(False) before the first call: what checks arguments looks at values"
     return CaptureError(
         "the model can't be captured as one graph",
         where=where,

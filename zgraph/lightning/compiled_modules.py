@@ -70,7 +70,7 @@ def _named(model: nn.Module, path: str) -> nn.Module:
             hint=f"its children are {children}; {SELF!r} is the LightningModule itself, by its forward",
         ) from None
     base = next(c for c in type(module).__mro__ if "forward" in vars(c))
-    if not has_forward(module) or (module is model and base.__module__.partition(".")[0] == "lightning"):
+    if not has_forward(module) or base.__name__ == "LightningModule":  # (whose own is that of no model)
         raise ModelError(
             f"{type(module).__name__} has no forward to compile",
             where="modules of ZGraphStrategy",
