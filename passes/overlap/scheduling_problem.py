@@ -5,6 +5,7 @@ they carry.
 from __future__ import annotations
 
 import copy
+import heapq
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -125,15 +126,21 @@ class SchedulingProblem:
         """Return the gathered bytes that the program needs at once if each bucket starts where it is needed, and these
         buckets.
         """
-        worst, which = 0, []
-        for at in sorted({b.first for b in self.gathers}):
-            alive = [
-                b for b in self.gathers if b.counted and b.first <= at and max(self.last[m] for m in b.members) >= at
-            ]
-            size = sum(m.bytes for b in alive for m in b.members if self.last[m] >= at)
-            if size > worst:
-                worst, which = size, alive
-        return worst, which
+        counted = sorted((b for b in self.gathers if b.counted), key=lambda b: b.first)
+        alive: list[tuple[int, int]] = []  # (the last reader, the bytes) of what is gathered, as a heap
+        worst = total = begun = 0
+        where = -1
+        for at in sorted({b.first for b in counted}):
+            while begun < len(counted) and counted[begun].first <= at:
+                for member in counted[begun].members:
+                    heapq.heappush(alive, (self.last[member], member.bytes))
+                    total += member.bytes
+                begun += 1
+            while alive and alive[0][0] < at:
+                total -= heapq.heappop(alive)[1]
+            if total > worst:
+                worst, where = total, at
+        return worst, [b for b in counted if b.first <= where and max(self.last[m] for m in b.members) >= where]
 
 
 def _sink_views(gathers: list[ParameterCollective]) -> None:

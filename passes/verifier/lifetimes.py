@@ -64,7 +64,7 @@ def check_releases(program: Program) -> Faults:
     """
     released: dict[fx.Node, fx.Node] = {}
     for node in program.graph.nodes:
-        for used in node.all_input_nodes:
+        for used in node.all_input_nodes if released else ():
             root = root_of(used)
             if root in released:
                 yield fault(

@@ -69,7 +69,7 @@ def check_mutation(program: Program) -> Faults:
     """
     written: dict[fx.Node, fx.Node] = {}
     for node in program.graph.nodes:
-        for used in node.all_input_nodes:
+        for used in node.all_input_nodes if written else ():
             root = root_of(used)
             if root in written and not (transfers_to_host.is_host_transfer(node) and used.op != "placeholder"):
                 yield fault(

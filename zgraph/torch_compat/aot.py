@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import operator
+import unittest.mock
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -118,13 +119,21 @@ def with_inputs(desc: Any, position: Callable[[int], int]) -> Any:
     return dataclasses.replace(desc, **{name: with_inputs(x, position) for name, x in inner.items()})
 
 
+class _Extracted(Exception):
+    """Ends the partitioner when its forward is there: what it does to both halves afterwards changes no saved value."""
+
+    def __init__(self, forward: fx.GraphModule) -> None:
+        super().__init__()
+        self.forward = forward
+
+
 def min_cut_saved(module: fx.GraphModule, forward_outputs: int, tangents: Sequence[str]) -> set[str]:
     """Return the names of the values that torch's min-cut partitioner would save for the backward (it runs on a copy).
 
     `tangents` names the inputs that only the backward has.
     """
     from torch._functorch import config as functorch_config
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._functorch import partitioners
 
     graph = fx.Graph()
     memo: dict[fx.Node, fx.Node] = {}
@@ -146,10 +155,20 @@ def min_cut_saved(module: fx.GraphModule, forward_outputs: int, tangents: Sequen
             # Random numbers are saved even where a checkpoint region asks to recompute them, and so is what can't be
             # recomputed.
             node.meta.pop("recompute", None)
-    with functorch_config.patch(activation_memory_budget=1.0):  # (a plan has a budget of its own, in bytes)
-        forward, _ = min_cut_rematerialization_partition(
-            lazy_module(module, graph), None, num_fwd_outputs=forward_outputs, static_lifetime_input_indices=[]
-        )
+    extract = partitioners._extract_fwd_bwd_modules
+
+    def extracted(*args: Any, **kwargs: Any) -> Any:
+        raise _Extracted(extract(*args, **kwargs)[0])
+
+    budget = functorch_config.patch(activation_memory_budget=1.0)  # (a plan has a budget of its own, in bytes)
+    ended = unittest.mock.patch.object(partitioners, "_extract_fwd_bwd_modules", extracted)
+    with budget, ended, _use_lazy_graph_module(True):  # (neither half is ever run)
+        try:
+            partitioners.min_cut_rematerialization_partition(
+                lazy_module(module, graph), None, num_fwd_outputs=forward_outputs, static_lifetime_input_indices=[]
+            )
+        except _Extracted as found:
+            forward = found.forward
     saved: Any = forward.graph.output_node().args[0]
     saved = saved[forward_outputs:]
     return {names.get(n.name, n.name) for n in saved if isinstance(n, fx.Node)}

@@ -25,14 +25,64 @@ def inductor_joint_passes(module: fx.GraphModule, fake_mode: Any, *, pads: bool)
     are padded. Torch decides by timing, which would differ between ranks; here the sizes decide. Programs with symbolic
     sizes are not padded.
     """
-    from torch._inductor import config
+    from torch._inductor import config, pattern_matcher
     from torch._inductor.fx_passes import pad_mm
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
     from torch._inductor.virtualized import V
 
     by_sizes = unittest.mock.patch.object(pad_mm, "_should_pad", _worth_padding)
-    with V.set_fake_mode(fake_mode), config.patch(shape_padding=pads), by_sizes:
+    once = unittest.mock.patch.object(pattern_matcher, "fallback_node_due_to_unsupported_type", _asked_once())
+    values = (node.meta.get("val") for node in module.graph.find_nodes(op="placeholder"))
+    pads = pads and any(isinstance(value, torch.Tensor) and value.device.type != "cpu" for value in values)
+    tried = contextlib.nullcontext() if pads else _without_padding()
+    with V.set_fake_mode(fake_mode), config.patch(shape_padding=pads), by_sizes, once, tried:
         joint_graph_passes(module)
+
+
+@contextlib.contextmanager
+def _without_padding() -> Iterator[None]:
+    """Take torch's patterns that pad products out of its joint passes, which are to pad none.
+
+    (They make new fake tensors for each product before they refuse it: a tenth of all passes of 48 layers.)
+    """
+    from torch._inductor.fx_passes import joint_graph, pad_mm
+
+    joint_graph.lazy_init()
+    asks = {getattr(pad_mm, f"should_pad_{product}", None) for product in ("mm", "bmm", "addmm")} - {None}
+
+    def pads(entry: Any) -> bool:
+        check = getattr(entry, "extra_check", None)
+        names = getattr(getattr(check, "__code__", None), "co_freevars", ())
+        cells = dict(zip(names, getattr(check, "__closure__", None) or (), strict=True))
+        return "extra_check" in cells and cells["extra_check"].cell_contents in asks
+
+    table = joint_graph.patterns.patterns
+    others = {key: [entry for entry in entries if not pads(entry)] for key, entries in table.items()}
+    with unittest.mock.patch.dict(table, others):
+        yield
+
+
+def _asked_once() -> Callable[..., bool]:
+    """Return torch's check whether Inductor supports a node's types, which looks at each set of types once.
+
+    (Torch looks at the values of each node for each list of patterns: a tenth of all passes of 48 layers.)
+    """
+    from torch._inductor.lowering import fallback_node_due_to_unsupported_type as check
+
+    answers: dict[Any, bool] = {}
+
+    def asked(node: fx.Node, allow_cpu_inputs: bool = True) -> bool:
+        values = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        if len(tensors) < len(values):
+            return bool(check(node, allow_cpu_inputs))
+        types = tuple((x.dtype, x.device, x.layout) for x in tensors)
+        key = (node.op, node.target, allow_cpu_inputs, types)
+        if key not in answers:
+            answers[key] = bool(check(node, allow_cpu_inputs))
+        return answers[key]
+
+    return asked
 
 
 def _worth_padding(match: Any, one: torch.Tensor, other: torch.Tensor, *rest: Any) -> bool:
