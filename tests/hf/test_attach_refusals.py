@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import types
 
 import pytest
 import torch
+from fake_world import fake_world
 from torch import nn
 from trainers import as_launched, collator, model_of, trainer_of
 
@@ -326,3 +328,12 @@ def test_a_parameter_that_is_unfrozen_is_found_without_a_walk_through_the_model(
     model(torch.ones(1, 3)).sum().backward()
     with pytest.raises(ModelError, match=r"0\.weight is trained now"):
         refuse_unfrozen(model, without)
+
+
+def test_embeddings_are_not_resized_once_they_are_divided():
+    plain = model_of("llama")
+    with fake_world(2):
+        model = zgraph.compile(copy.deepcopy(plain), zgraph.Plan(backend="eager", mesh={"dp": 2}, zero=3))
+        with pytest.raises(ModelError, match="resize_token_embeddings makes other weights"):
+            model.resize_token_embeddings(128)
+    plain.resize_token_embeddings(128)
