@@ -110,6 +110,21 @@ def test_layers_are_computed_again_in_a_loop_of_ones_own(reentrant):
     compared(*models)
 
 
+def test_checkpointing_that_is_switched_off_and_on_makes_no_more_programs():
+    """(As TRL does around each generation.)"""
+    plain = model_of("llama")
+    plain.gradient_checkpointing_enable()
+    model = zgraph.compile(copy.deepcopy(plain), zgraph.Plan(backend="eager"))
+    for _ in range(3):
+        losses(model, model.zero_grad)
+        model.gradient_checkpointing_disable()
+        model.gradient_checkpointing_enable()
+    assert len(model.zgraph.programs) == 1
+    part = copy.deepcopy(model.model)
+    part.resize_token_embeddings(120)
+    assert part.get_input_embeddings().weight.shape[0] == 120
+
+
 class Kept(nn.Module):
     """Lets a tensor of its own require gradients, and returns it."""
 

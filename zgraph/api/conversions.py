@@ -19,7 +19,6 @@ from zgraph.runtime.compiled_models import is_compiled, owner_of
 from zgraph.torch_compat.dtensors import local_of
 
 _APPLY = "_apply"  # what all of torch's conversions of a module call, with what they do to each tensor
-_RESIZE = "resize_token_embeddings"  # transformers' name
 _Change = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -29,8 +28,6 @@ def watch_conversions(model: nn.Module, divided: bool) -> None:
     for module in model.modules() if divided else (model,):
         if _APPLY not in module.__dict__:
             module.__dict__[_APPLY] = functools.partial(_apply, module)
-        if divided and hasattr(type(module), _RESIZE):
-            module.__dict__[_RESIZE] = functools.partial(_resize, module)
 
 
 def unwatch_conversions(model: nn.Module) -> None:
@@ -38,18 +35,6 @@ def unwatch_conversions(model: nn.Module) -> None:
     for module in model.modules():
         if getattr(module.__dict__.get(_APPLY), "func", None) is _apply:
             del module.__dict__[_APPLY]
-        if getattr(module.__dict__.get(_RESIZE), "func", None) is _resize:
-            del module.__dict__[_RESIZE]
-
-
-def _resize(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    if _compiled_around(module) is None:  # (a copy of the part)
-        return getattr(type(module), _RESIZE)(module, *args, **kwargs)
-    raise ModelError(
-        f"{_RESIZE} makes other weights for a compiled model",
-        why="its programs, its optimizer and the ranks' parts are of those that it had when it was compiled",
-        hint=f"model.{_RESIZE}(…) before zgraph.compile, or before zgraph.hf.attach",
-    )
 
 
 def change_by(module: nn.Module, change: _Change) -> str | None:

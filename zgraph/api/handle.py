@@ -23,6 +23,7 @@ from zgraph.api.conversions import unwatch_conversions, watch_conversions
 from zgraph.api.full_weights import generate_of, keep_whole
 from zgraph.api.local_weights import watch_state_dicts
 from zgraph.api.peft_adapters import is_adapted, save_adapters, unwatch_allocators, watch_allocators
+from zgraph.api.transformers_methods import replace_methods, return_methods
 from zgraph.build.resolve_auto_offload import placed_as
 from zgraph.build.step_program import StepProgram
 from zgraph.build.unmatched_patterns import refuse_unmatched
@@ -639,6 +640,7 @@ def attach(module: nn.Module, runtime: Runtime | DeferredPipeline, loss_fn: Call
         watch(module)
     watch_allocators(module)
     watch_conversions(module, divided=handle.mesh is not None)
+    replace_methods(module, divided=handle.mesh is not None)
     if runtime.plan.takes_local_steps:
         watch_state_dicts(module)
     remember(module)
@@ -655,6 +657,7 @@ def detach(module: nn.Module) -> None:
     unwatch(module)
     unwatch_allocators(module)
     unwatch_conversions(module)
+    return_methods(module)
     release(module)
 
 
