@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from sweeps import sweep
 from torch import fx, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -215,6 +216,17 @@ def frozen(model: nn.Module, *layers: int) -> nn.Module:
     return model
 
 
+class Counting(Block):
+    """Each layer writes to a buffer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch = nn.BatchNorm1d(5)
+
+    def forward(self, x):
+        return super().forward(self.batch(x))
+
+
 MODELS = {
     "a stack": lambda: Stack(*blocks()),
     "a stack in reverse": lambda: Reversed(*blocks()),
@@ -222,6 +234,7 @@ MODELS = {
     "one bias for all": lambda: WithBias(*blocks()),
     "two values carried": lambda: Carried(*blocks()),
     "two stacks": lambda: Pair(),
+    "layers that count": lambda: Stack(*(Counting() for _ in range(8))),
     "checkpointed": lambda: Checkpointed(*blocks()),
     "a function of the user's, and a constant": lambda: Stack(*(WithFunction() for _ in range(8))),
     "buffers of their own": lambda: Table(*blocks()),
@@ -241,7 +254,10 @@ def tied(model: Stack) -> Stack:
     return model
 
 
-@pytest.mark.parametrize("name", MODELS)
+QUICK = ("one bias for all", "two kinds in turn", "layers that count", "checkpointed")
+
+
+@sweep("name", MODELS, quick=[list(MODELS).index(n) for n in QUICK])
 def test_the_joint_graph_is_that_of_a_whole_trace(monkeypatch, name):
     assert both(monkeypatch, MODELS[name](), ROWS) < 0.95
 
@@ -279,17 +295,6 @@ class Penalised(Stack):
         return super().forward(x) + sum(layer.wide.weight.pow(2).mean() for layer in self.layers)
 
 
-class Counting(Block):
-    """Each layer writes to a buffer of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.batch = nn.BatchNorm1d(5)
-
-    def forward(self, x):
-        return super().forward(self.batch(x))
-
-
 class Numbered(Stack):
     def run(self, x):
         for at, layer in enumerate(self.layers):
@@ -302,14 +307,13 @@ OTHERS = {
     "skips": lambda: Skipping(*blocks()),
     "layers beside each other": lambda: Summed(*blocks()),
     "a penalty of each": lambda: Penalised(*blocks()),
-    "layers that count": lambda: Stack(*(Counting() for _ in range(8))),
     "a number of each": lambda: Numbered(*blocks()),
     "one frozen in the middle": lambda: frozen(Stack(*blocks(12)), 6),
     "one other in the middle": lambda: Stack(*blocks(6), Block(scale=2.0), *blocks(6)),
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@sweep("name", OTHERS, quick=3)
 def test_what_differs_from_layer_to_layer_stays(monkeypatch, name):
     both(monkeypatch, OTHERS[name](), ROWS)
 
@@ -318,6 +322,7 @@ def test_few_layers_are_traced_whole(monkeypatch):
     assert both(monkeypatch, Stack(*blocks(5)), ROWS) == 1.0
 
 
+@pytest.mark.slow
 def test_sizes_that_differ_are_traced_whole_and_right():
     torch.manual_seed(0)
     plain = Stack(*blocks())
@@ -337,7 +342,7 @@ def _copied(model: nn.Module) -> nn.Module:
     return other
 
 
-@pytest.mark.parametrize("name", ["a stack", "one bias for all", "two stacks", "checkpointed", "one weight for all"])
+@sweep("name", ["a stack", "one bias for all", "two stacks", "checkpointed", "one weight for all"], quick=(1,))
 def test_training_is_plain_pytorchs_bit_for_bit(monkeypatch, name):
     monkeypatch.setattr(equal_layers, "MIN_FEWER", 1)
     results = []

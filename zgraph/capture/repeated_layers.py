@@ -224,59 +224,63 @@ class _Build:
             self.new[node].meta["desc"] = aot.with_inputs(node.meta.get("desc"), step.inputs.__getitem__)
 
     def _output(self) -> None:
-        of, step = self.of, self.of.step
+        """Return what the whole forward changes of its inputs, what it gives, and its gradients, as AOTAutograd orders
+        them."""
+        of = self.of
         output = of.joint.graph.output_node()
-        gradients: dict[int, tuple[fx.Node, Any]] = {}
-        values, descs = [], []
+        given: list[tuple[fx.Node, Any]] = []
+        of_inputs: dict[str, dict[int, tuple[fx.Node, Any]]] = {"mutation": {}, "gradient": {}}
         for value, desc in zip(output.args[0], output.meta["desc"], strict=True):  # type: ignore[arg-type]
             if not isinstance(value, fx.Node):
                 continue
             kind, at = aot.describe_output(desc)
-            if kind == "gradient":
-                gradients[at] = (value, desc)
-                continue
-            if self._in_template(value):
+            if kind in of_inputs:
+                of_inputs[kind][at] = (value, desc)
+            elif kind != "output" or self._in_template(value):
                 raise Unequal("what a layer computes is returned")
-            if kind == "mutation" and of.inputs[at] in of.own:
-                raise Unequal("a layer changes its own input")
-            values.append(self.new[value])
-            descs.append(aot.with_inputs(desc, step.inputs.__getitem__))
+            else:
+                given.append((self.new[value], aot.with_inputs(desc, of.step.inputs.__getitem__)))
+        every = [*self._of_inputs(of_inputs["mutation"]), *given, *self._of_inputs(of_inputs["gradient"])]
+        values = [value for value, _ in every]
+        new = self.graph.output(tuple(values) if isinstance(output.args[0], tuple) else values)
+        new.meta = {**output.meta, "desc": [desc for _, desc in every]}
+
+    def _of_inputs(self, results: dict[int, tuple[fx.Node, Any]]) -> list[tuple[fx.Node, Any]]:
+        """Return results for inputs of the whole forward (gradients, or new values), given those of the shortened one by
+        its inputs."""
+        of, step = self.of, self.of.step
         whole: dict[int, tuple[fx.Node, Any]] = {}
-        for at, (value, desc) in gradients.items():
+        for at, (value, desc) in results.items():
             unit, i = of.own.get(of.inputs[at], (None, 0))
             if unit != _TEMPLATE:
-                whole[step.inputs[at]] = (self._gradient(value, unit), desc)
+                whole[step.inputs[at]] = (self._beside(value, unit), desc)
                 continue
-            self._equal_gradients(i, value, gradients)
+            self._compare_results(i, value, results)
             for number, repeated in enumerate((step.run.kept[unit], *step.run.left_out)):
                 whole[repeated.own[i]] = (self._argument(value, number), desc)
-        for at in sorted(whole):
-            value, desc = whole[at]
-            values.append(value)
-            descs.append(aot.with_inputs(desc, _always(at)))
-        new = self.graph.output(tuple(values) if isinstance(output.args[0], tuple) else values)
-        new.meta = {**output.meta, "desc": descs}
+        return [(whole[at][0], aot.with_inputs(whole[at][1], _always(at))) for at in sorted(whole)]
 
-    def _equal_gradients(self, i: int, value: fx.Node, gradients: dict[int, tuple[fx.Node, Any]]) -> None:
-        """Raise `Unequal` unless the gradient of this input of the template's is to it what that of a neighbour is to
+    def _compare_results(self, i: int, value: fx.Node, results: dict[int, tuple[fx.Node, Any]]) -> None:
+        """Raise `Unequal` unless the result for this input of the template's is to it what that of a neighbour is to
         that. (Where blocks are behind what they are named for, only one neighbour has it in a block.)"""
         of = self.of
         beside = {
             unit: next(at for at, n in enumerate(of.inputs) if of.own.get(n) == (unit, i))
             for unit in (_TEMPLATE - 1, _TEMPLATE + 1)
         }
-        if not gradients.keys() >= set(beside.values()):
-            raise Unequal("some layers have a gradient that others have not")
+        if not results.keys() >= set(beside.values()):
+            raise Unequal("some layers have a result that others have not")
         mine = of.relative(value, _TEMPLATE)
-        theirs = [of.relative(gradients[at][0], unit) for unit, at in beside.items()]
+        theirs = [of.relative(results[at][0], unit) for unit, at in beside.items()]
         if mine[0] == "other" or mine not in theirs:
-            raise Unequal("gradients differ from one layer to the next")
+            raise Unequal("results differ from one layer to the next")
 
-    def _gradient(self, value: fx.Node, unit: int | None) -> fx.Node:
+    def _beside(self, value: fx.Node, unit: int | None) -> fx.Node:
+        """Return the result for an input that is not the template's."""
         if not self._in_template(value):
             return self.new[value]
         if unit is None or abs(unit - _TEMPLATE) > 1:
-            raise Unequal("a gradient is what a layer computes")
+            raise Unequal("a result is what a layer computes")
         return self._argument(value, self.of.times + 1 if unit > _TEMPLATE else -1)
 
     # -- calls ----------------------------------------------------------------------------------
