@@ -110,6 +110,22 @@ def test_layers_are_computed_again_in_a_loop_of_ones_own(reentrant):
     compared(*models)
 
 
+def test_noise_in_embeddings_is_one_program_for_all_lengths():
+    from transformers.integrations.neftune import neftune_post_forward_hook
+
+    plain = model_of("llama")
+    plain.model.embed_tokens.neftune_noise_alpha = 5.0
+    plain.model.embed_tokens.register_forward_hook(neftune_post_forward_hook)
+    model = zgraph.compile(copy.deepcopy(plain), zgraph.Plan(backend="eager"))
+    for length in (9, 8, 7, 5):
+        ids, found = torch.arange(2 * length).reshape(2, length), []
+        for made in (plain, model):
+            torch.manual_seed(length)
+            found.append(float(made(input_ids=ids, labels=ids).loss))
+        assert found[1] == pytest.approx(found[0], rel=1e-6)
+    assert len(model.zgraph.programs) <= 2
+
+
 def test_checkpointing_that_is_switched_off_and_on_makes_no_more_programs():
     """(As TRL does around each generation.)"""
     plain = model_of("llama")

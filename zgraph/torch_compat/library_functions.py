@@ -1,4 +1,4 @@
-"""Functions of PEFT's and TRL's that no graph can hold, written so that capture traces them in the libraries' place.
+"""Functions of transformers', PEFT's and TRL's that no graph can hold, written so that capture traces them in the libraries' place.
 
 Each returns what the library's own returns. A library that is not imported is left alone.
 """
@@ -128,6 +128,16 @@ def counts_all_positions(device: torch.device) -> bool:
     return False
 
 
+def with_noise(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+    """Return embeddings with NEFTune's noise. transformers' hook reads its bounds as a number of a tensor, by which capture would take the
+    tokens for values that decide."""
+    if not module.training:
+        return output
+    dims = torch.full((), output.size(1) * output.size(2), dtype=torch.float32, device=output.device)
+    bound = module.neftune_noise_alpha / torch.sqrt(dims)
+    return output + torch.zeros_like(output).uniform_(-1, 1) * bound
+
+
 _DORA = "peft.tuners.lora.dora"
 _STAND_INS: dict[str, Callable[..., Any]] = {
     f"{_DORA}:dequantize_module_weight": weight_of,
@@ -137,6 +147,7 @@ _STAND_INS: dict[str, Callable[..., Any]] = {
     "peft.tuners.lokr.layer:LoKrLayer.forward": with_module_dropout,
     "peft.tuners.shira.layer:Linear.get_delta_weight": sparse_update,
     "peft.tuners.vblora.layer:Linear._get_lora_matrices": of_vector_bank,
+    "transformers.integrations.neftune:neftune_post_forward_hook": with_noise,
     "trl.kernels.chunked_logprob:ChunkedLogProbFunction": log_probabilities,
     "trl.kernels.chunked_logprob:_use_triton": counts_all_positions,
 }
