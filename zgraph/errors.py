@@ -239,6 +239,19 @@ class TargetError(ZgraphError):
     """A command-line target (`package.module:factory`, or an example) that can't be imported or called."""
 
 
+def divided_penalty(
+    kind: type[ZgraphError], why: str | None = None, *, where: str | None = None, module: str = "model"
+) -> ZgraphError:
+    """Return an error for a loss with a term of divided parameters, which are those of `module` in the hint."""
+    return kind(
+        "the loss has a term of the parameters themselves, which are divided over the ranks",
+        where=where,
+        why=why,
+        hint="make the term a plain number first, on all ranks, whose gradient is averaged over them: "
+        f"sum(p.square().sum() for p in {module}.parameters()).full_tensor(); or weight_decay of the optimizer",
+    )
+
+
 def refuse_unless(right: bool, where: str, value: Any, takes: str, hint: str | None = None) -> None:
     """Raise `ArgumentError` unless an argument is `right`; `where` names it, `takes` says what it has to be."""
     if not right:

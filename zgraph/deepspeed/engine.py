@@ -36,7 +36,7 @@ from zgraph.deepspeed.step_log import StepLog
 from zgraph.deepspeed.unsupported import EngineMisuse, Unsupported
 from zgraph.deepspeed.utils.logging import logger, no_effect
 from zgraph.deepspeed.utils.timer import ThroughputTimer
-from zgraph.errors import ModelError, StepError
+from zgraph.errors import ModelError, StepError, divided_penalty
 
 
 @dataclass
@@ -663,10 +663,7 @@ def _tensors_in(output: Any) -> Iterator[torch.Tensor]:
 
 def _refuse_no_number(loss: Any) -> None:
     if isinstance(loss, DTensor):
-        raise EngineMisuse(
-            "the loss has a term of the parameters themselves, which are divided over the ranks",
-            hint="make the term a plain number, on all ranks: sum(p.square().sum() for p in engine.module.parameters()).full_tensor()",
-        )
+        raise divided_penalty(EngineMisuse, module="engine.module")
     if isinstance(loss, torch.Tensor) and loss.numel() == 1:
         return
     what = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from zgraph.build.step_program import Entry, StepProgram
 from zgraph.capture.storages import Sharing
-from zgraph.errors import UnsupportedError
+from zgraph.errors import UnsupportedError, divided_penalty
 from zgraph.parameters.shards import Shards
 from zgraph.program.program import InputRole
 from zgraph.ranks.rng import random_states, restored
@@ -184,11 +184,8 @@ class Step(torch.autograd.Function):
 def _refuse_shards(tangents: Mapping[int, torch.Tensor]) -> None:
     """Raise `UnsupportedError` for the gradient of a loss that shards were added to."""
     if any(isinstance(tangent, DTensor) for tangent in tangents.values()):
-        raise UnsupportedError(
-            "the loss has a term of the parameters themselves, which are divided over the ranks",
-            why="its gradient at the model's outputs is a DTensor, which the compiled backward does not take",
-            hint="make the term a plain number, on all ranks: sum(p.square().sum() for p in model.parameters()).full_tensor()",
-        )
+        why = "its gradient at the model's outputs is a DTensor, which the compiled backward does not take"
+        raise divided_penalty(UnsupportedError, why)
 
 
 def refuse_partial(

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from zgraph.errors import ModelError, UnsupportedError
+from zgraph.errors import ModelError, UnsupportedError, divided_penalty
 from zgraph.torch_compat.dtensors import dtensor, layout, local_of
 from zgraph.torch_compat.operators_of_shards import (
     Treatment,
@@ -119,13 +119,9 @@ def _beside_plain(treatment: Treatment, operator: Any, args: tuple[Any, ...], kw
     writes = bool(written) and all(isinstance(t, DTensor) for t in written)
     if divided is not None and not writes and not called_by_all_ranks():
         if plain[0].numel() == 1:
-            raise UnsupportedError(
-                "the loss has a term of the parameters themselves, which are divided over the ranks",
-                where=line_of_caller(),
-                why=f"{operator.overloadpacket.__name__} takes a number of a rank's own rows beside one that belongs to all ranks",
-                hint="make the term a plain number first, on all ranks, whose gradient is averaged over them: "
-                "sum(p.square().sum() for p in model.parameters()).full_tensor(); or weight_decay of the optimizer",
-            )
+            name = operator.overloadpacket.__name__
+            why = f"{name} takes a number of a rank's own rows beside one that belongs to all ranks"
+            raise divided_penalty(UnsupportedError, why, where=line_of_caller())
         raise ModelError(
             f"{operator.overloadpacket.__name__} {MIXED}",
             where=line_of_caller(),
