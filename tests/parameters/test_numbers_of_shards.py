@@ -6,6 +6,7 @@ import gc
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -161,3 +162,24 @@ def beside_another_mesh() -> None:
 @pytest.mark.gloo
 def test_tensors_on_other_meshes_are_left_alone(two: Ranks):
     two.run(beside_another_mesh)
+
+
+def all_numbers() -> None:
+    plain, read = model(), zgraph.compile(model(), zgraph.Plan(backend="eager", zero=0))
+    weight, theirs = read[0].weight, plain[0].weight
+    assert weight.tolist() == theirs.tolist() and (np.asarray(weight.detach()) == theirs.detach().numpy()).all()
+    with pytest.raises(RuntimeError, match="requires grad"):
+        weight.numpy()
+    with torch.no_grad():
+        weight.detach().numpy()[0] = 2.0  # (the memory is the weight's)
+        assert torch.equal(weight.full_tensor()[0], torch.full((6,), 2.0))
+    divided = zgraph.compile(model(), zgraph.Plan(backend="eager", zero=3))[0].weight
+    for use in (lambda w: w.detach().numpy(), lambda w: np.asarray(w.detach()), lambda w: w.tolist()):
+        with pytest.raises(ModelError, match="a number is read of a tensor that is divided") as caught:
+            use(divided)
+        assert "test_numbers_of_shards.py:" in str(caught.value.where)
+
+
+@pytest.mark.gloo
+def test_all_numbers_of_a_whole_tensor_are_read_as_of_a_plain_one(two: Ranks):
+    two.run(all_numbers)

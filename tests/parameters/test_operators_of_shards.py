@@ -169,6 +169,9 @@ def refused() -> list[str]:
         dist.all_reduce(weight.grad)
     with pytest.raises(ModelError, match="fill_diagonal_"), torch.no_grad():
         weight.fill_diagonal_(0.0)
+    for other in (made, compiled(0)):
+        with pytest.raises(ModelError, match="t_ gives a tensor of a compiled model another form"), torch.no_grad():
+            other.weight.t_()
     with pytest.raises(ModelError, match="writes to a part of a tensor"), torch.no_grad():
         weight.view(-1).zero_()
     return found

@@ -26,7 +26,7 @@ from zgraph.parameters.tensor_bits import differ, words_of
 from zgraph.program.program import DATA_DIMS, ParamSpec
 from zgraph.torch_compat import dtensors
 from zgraph.torch_compat.dtensors import local_of
-from zgraph.torch_compat.gradients_of_whole_tensors import average_gradients_of_whole_tensors
+from zgraph.torch_compat.methods_of_shards import replace_methods
 from zgraph.torch_compat.modules import Registered, registered
 from zgraph.torch_compat.operators_of_shards import treat_operators
 from zgraph.torch_compat.tensor_hooks import has_hooks
@@ -78,7 +78,7 @@ class Shards:
         if self.mesh is not None:
             watch_optimizers(self)
             treat_operators(self, self.mesh, treatments())
-            average_gradients_of_whole_tensors(self)
+            replace_methods(self)
 
     def params(self) -> dict[str, nn.Parameter]:
         """Return the module's parameters by name, as they were last looked up."""

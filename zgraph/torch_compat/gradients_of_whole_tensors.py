@@ -8,7 +8,6 @@ gradients of the model's programs are.
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -19,32 +18,10 @@ from torch.distributed.tensor import DTensor
 
 from zgraph.torch_compat.operators_of_shards import is_divided, is_of_a_model
 
-_METHODS = ("full_tensor", "to_local")
-_owners: set[int] = set()
-"""The ids of the objects for which the methods are replaced now."""
-_of_torch: dict[str, Callable[..., Any]] = {}
-"""While there are any: torch's own methods."""
 
+def averaging(method: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return a method that gives a whole tensor, with the gradient averaged over the ranks of a compiled model's mesh."""
 
-def average_gradients_of_whole_tensors(owner: Any) -> None:
-    """While `owner` lives, average the gradients of whole tensors over the ranks of a compiled model's mesh."""
-    if not _owners:
-        for name in _METHODS:
-            _of_torch[name] = getattr(DTensor, name)
-            setattr(DTensor, name, _averaging(_of_torch[name]))
-    _owners.add(id(owner))
-    weakref.finalize(owner, _leave, id(owner)).atexit = False
-
-
-def _leave(owner: int) -> None:
-    _owners.discard(owner)
-    if not _owners:
-        for name, method in _of_torch.items():
-            setattr(DTensor, name, method)
-        _of_torch.clear()
-
-
-def _averaging(method: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(method)
     def averaged(self: DTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         value = method(self, *args, **kwargs)

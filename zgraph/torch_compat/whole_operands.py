@@ -57,6 +57,10 @@ _LOSSES = (
     *(aten.mse_loss_backward.default, aten.smooth_l1_loss_backward.default, aten.huber_loss_backward.default),
     *(aten.soft_margin_loss_backward.default, aten.binary_cross_entropy_backward.default),
 )
+_ANOTHER_FORM = (
+    *(aten.t_.default, aten.transpose_.default, aten.swapaxes_.default, aten.swapdims_.default),
+    *(aten.unsqueeze_.default, aten.resize_.default),
+)
 _OF_RANKS = tuple(
     operator.default
     for name in ("allreduce_", "broadcast_", "reduce_", "allgather_", "_allgather_base_", "reduce_scatter_", "send")
@@ -120,6 +124,19 @@ def _strided(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
         ) from error
 
 
+def _in_another_form(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Refuse to give a tensor another form where it is, which torch's DTensors can't."""
+    if not is_of_a_model(args[0]):
+        return as_torch_does(operator, args, kwargs)
+    name = operator.overloadpacket.__name__
+    raise ModelError(
+        f"{name} gives a tensor of a compiled model another form in place: {tuple(args[0].shape)}",
+        where=line_of_caller(),
+        why="how it is divided over the ranks, and the programs that read it, are of the form it has",
+        hint=f"{name[:-1]} without the underscore, or view, gives another tensor; a weight itself before zgraph.compile",
+    )
+
+
 def _between_ranks(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Communicate tensors that ranks have whole; refuse it for others."""
     given = [t for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, DTensor)]
@@ -138,6 +155,7 @@ WHOLE: dict[Any, Treatment] = {
     **dict.fromkeys(_WITH_STRATEGY, else_on_whole),
     **dict.fromkeys(_LOSSES, _mean_loss),
     **dict.fromkeys(_OF_RANKS, _between_ranks),
+    **dict.fromkeys(_ANOTHER_FORM, _in_another_form),
     aten.as_strided.default: _strided,
 }
 """What needs whole tensors gets them."""
