@@ -57,10 +57,7 @@ _LOSSES = (
     *(aten.mse_loss_backward.default, aten.smooth_l1_loss_backward.default, aten.huber_loss_backward.default),
     *(aten.soft_margin_loss_backward.default, aten.binary_cross_entropy_backward.default),
 )
-_ANOTHER_FORM = (
-    *(aten.t_.default, aten.transpose_.default, aten.swapaxes_.default, aten.swapdims_.default),
-    *(aten.unsqueeze_.default, aten.resize_.default),
-)
+_ANOTHER_FORM = (aten.t_.default, aten.transpose_.default, aten.unsqueeze_.default, aten.resize_.default)
 _OF_RANKS = tuple(
     operator.default
     for name in ("allreduce_", "broadcast_", "reduce_", "allgather_", "_allgather_base_", "reduce_scatter_", "send")
