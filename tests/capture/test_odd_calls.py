@@ -169,11 +169,12 @@ def test_a_distribution_that_checks_its_arguments_is_refused_with_the_way_out():
         def forward(self, x):
             return self.a(x).mean() * torch.distributions.Normal(0, 1).icdf(torch.tensor(0.7))
 
-    with pytest.raises(CaptureError, match=r"Distribution\.set_default_validate_args\(False\)"):
-        compiled(Drawn())(X)
-    before = torch.distributions.Distribution._validate_args
-    torch.distributions.Distribution.set_default_validate_args(False)
+    before = torch.distributions.Distribution._validate_args  # (torch.compile turns it off for the process)
     try:
+        torch.distributions.Distribution.set_default_validate_args(True)
+        with pytest.raises(CaptureError, match=r"Distribution\.set_default_validate_args\(False\)"):
+            compiled(Drawn())(X)
+        torch.distributions.Distribution.set_default_validate_args(False)
         torch.testing.assert_close(compiled(Drawn())(X), Drawn()(X))
     finally:
         torch.distributions.Distribution.set_default_validate_args(before)
