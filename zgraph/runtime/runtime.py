@@ -58,6 +58,7 @@ from zgraph.runtime.timings import KEEP, Clock, Timings, median_step, model_flop
 from zgraph.runtime.unsharded_weights import UnshardedWeights
 from zgraph.runtime.updater import Updater
 from zgraph.torch_compat import autograd_state
+from zgraph.torch_compat.compile_lock import RARE_COLLECTIONS
 
 logger = logging.getLogger(__name__)
 
@@ -182,6 +183,7 @@ class Runtime(Rank):
         """Check whether a program's first run changed what the program depends on (see `Calls.settle`)."""
         self.calls.settle(entry, args, kwargs)
 
+    @RARE_COLLECTIONS
     def _compile(
         self, key: str, args: tuple[Any, ...], kwargs: dict[str, Any], open_sizes: SymbolicSizes | None = None
     ) -> Entry:

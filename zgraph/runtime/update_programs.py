@@ -19,6 +19,7 @@ from zgraph.plan.optimizers import UpdateKind
 from zgraph.program.program import Program
 from zgraph.runtime.delayed_updates import refuse_late_collectives
 from zgraph.runtime.rank import Rank
+from zgraph.torch_compat.compile_lock import RARE_COLLECTIONS
 from zgraph.update.build_update import UpdateOptions, scalar_names
 from zgraph.update.owned_parameters import mesh_of, specs_here
 from zgraph.update.parameter_groups import Member
@@ -88,6 +89,7 @@ class UpdatePrograms:
         self._last = names, self._programs[key]
         return self._programs[key]
 
+    @RARE_COLLECTIONS
     def _make(self, members: Sequence[Member], options: UpdateOptions) -> CompiledUpdate:
         rank = self.rank
         history = update_history(
