@@ -76,8 +76,7 @@ class Shortened:
 
 
 def shortened(module: fx.GraphModule) -> list[Shortened]:
-    """Return a forward of dynamo's with fewer layers, step by step (a run a step); an empty list where it has no run that is
-    worth it.
+    """Return a forward of dynamo's with fewer layers, one run shortened in each step; an empty list where none is long enough.
 
     Sizes must be numbers.
     """
@@ -164,7 +163,7 @@ class Unequal(Exception):
 
 
 class _Keys:
-    """Texts that are equal for equal units; None for one with something that has no text."""
+    """Keys that are equal for equal units; None for a unit with something that never equals another's."""
 
     def __init__(self, module: fx.GraphModule, units: Sequence[list[fx.Node]]) -> None:
         graph = module.graph
@@ -276,7 +275,7 @@ def attribute_key(module: fx.GraphModule, name: str) -> Any:
 
 
 def type_of_value(value: Any) -> Any:
-    """Return what is known of a fake value, as a value that can be compared. Raises an exception for symbolic sizes."""
+    """Return what is known of a fake value, as a value that can be compared. Raises `Unequal` for symbolic sizes."""
     if isinstance(value, (tuple, list)):
         return tuple(type_of_value(x) for x in value)
     if not isinstance(value, torch.Tensor):
