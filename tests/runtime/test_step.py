@@ -589,7 +589,8 @@ def test_timings_tell_the_phases_of_a_step_and_rates_when_asked():
     timings = model.zgraph.timings(tokens=1000, peak_flops=1e9)
     (mine,) = timings.ranks
     assert mine["step"] > 0 and all(mine[k] > 0 for k in ("forward", "backward", "update"))
-    assert mine["forward"] + mine["backward"] + mine["update"] <= mine["step"] * 1.001
+    for step in model.zgraph.runtime.clock.steps:  # (medians of phases may add up to more than the median step)
+        assert step["forward"] + step["backward"] + step["update"] <= step["step"] * 1.001
     assert timings.tokens == pytest.approx(1000 / mine["step"])
     products = 2 * 8 * (7 * 12 + 12 * 5)  # of one forward; a backward has two for each but the first layer's inputs
     flops = products * 3 - 2 * 8 * 7 * 12
