@@ -165,7 +165,7 @@ def start(name: str, args: argparse.Namespace, folder: Path) -> Variant:
             "store": str(folder / f"{name}.store"),
             "core": args.cores[rank],
         }
-        job |= {"size": sizes(args), "latency_us": args.latency}
+        job |= {"size": sizes(args), "latency_us": args.latency, "products": args.products}
         environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         with log.open("w") as errors:
             popen = subprocess.Popen(
@@ -248,7 +248,7 @@ def conditions(args: argparse.Namespace) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "products": "oneDNN" if cpu_gemm.onednn() else "MKL",
+        "products": "oneDNN" if args.products == "own" and cpu_gemm.onednn() else "MKL",
         "command": " ".join(["python benchmarks/overlap.py", *map(shlex.quote, sys.argv[1:])]),
         "rounds": args.rounds,
         "steps": args.steps,
@@ -336,6 +336,12 @@ def main() -> int:
         "--latency", type=float, default=20.0, help="microseconds of a ring step, where the rate is limited"
     )
     parser.add_argument("--variants", type=variant_names, default=",".join(NAMES), help="names, or how they begin")
+    parser.add_argument(
+        "--products",
+        choices=["own", "torch"],
+        default="own",
+        help="who computes zgraph's matrix products; peers have torch's",
+    )
     parser.add_argument("--steps", type=int, default=5, help="timed steps of a variant in a round at a rate")
     parser.add_argument("--warmup", type=int, default=2, help="steps before them")
     parser.add_argument("--rounds", type=int, default=4)

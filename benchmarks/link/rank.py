@@ -20,7 +20,15 @@ LOSSES = 3  # steps whose losses are compared
 
 
 def main(
-    name: str, model: str, rank: int, world: int, store: str, core: int, size: dict[str, int], latency_us: float
+    name: str,
+    model: str,
+    rank: int,
+    world: int,
+    store: str,
+    core: int,
+    size: dict[str, int],
+    latency_us: float,
+    products: str,
 ) -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print must not be taken for an answer
@@ -38,7 +46,10 @@ def main(
     import torch.distributed as dist
 
     from link import gpt, models, variants, zlink
+    from zgraph.codegen import cpu_gemm
 
+    if products == "torch":
+        cpu_gemm.onednn = lambda: None
     dist.init_process_group(
         "zlink", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(minutes=20)
     )
