@@ -5,7 +5,9 @@
     python benchmarks/overlap.py --layers 2 --dim 64 --vocab 256 --seq 32 --steps 2 --rounds 1 --tries 1 --variants ddp-eager
 
 The same model, data and link for all, on two ranks with a core and a thread each, in one run. zgraph's ZeRO-2 and ZeRO-3 are
-calibrated; `zgraph-itself` is ZeRO-3 as it comes, `zgraph-adapted` with `adapt = "once"`, `zgraph-sheet` with `hardware = "default"`;
+calibrated; `zgraph-link4`, `-link0.25`, `-products4` and `-products0.25` are ZeRO-3 by a calibration that takes the link or products
+to be so many times as fast as they are. `zgraph-itself` is ZeRO-3 as it comes,
+`zgraph-adapted` with `adapt = "once"`, `zgraph-sheet` with `hardware = "default"`;
 `zgraph-bf16`, `-int8` and `-int4` are ZeRO-3 with `wire`, `zgraph-auto` with formats that it chooses for each rate; `ddp_fp16`,
 `ddp_powersgd` and `ddp_noop` are DDP with torch's communication hooks. A rate is in Gbit/s, 0 is
 unlimited; a variant may be named by how its name begins. Each variant has two processes of its own, which build it once
@@ -63,6 +65,10 @@ NAMES = (
     "deepspeed-zero3",
     "zgraph-zero2",
     "zgraph-zero3",
+    "zgraph-link4",
+    "zgraph-link0.25",
+    "zgraph-products4",
+    "zgraph-products0.25",
     "zgraph-itself",
     "zgraph-adapted",
     "zgraph-sheet",

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 Result = dict[str, Any]
+EQUAL = 1.3  # computing and the link take about as long where one takes less than so many times the other
 TOLERANCE = 1e-4  # relative, of losses
 WIRE_TOLERANCE = 0.05  # of those that send values in few bits
 WIRE = (
@@ -172,7 +173,23 @@ def goals(result: Result) -> list[Goal]:
             found.append(Goal(f"{what} {where}: the forecast step is off by, of the step", 0.10, off))
             if rate != "0":
                 found.append(Goal(f"{what} {where}: forecast exposed communication, likewise", 0.15, hidden))
+        found += _goals_as_it_comes(result, rate)
     return found
+
+
+def _goals_as_it_comes(result: Result, rate: str) -> list[Goal]:
+    """What ZeRO-3 is to reach at a rate of the link with nothing calibrated."""
+    mine, where = step(result, "zgraph-itself", rate), at_rate(rate)
+    peer, alone = step(result, "fsdp_async-compiled", rate), compute(result)
+    link = (at(result, "zgraph-itself", rate) or {}).get("link")
+    if mine is None or not link or alone is None:
+        return []
+    equal = max(alone, link) < EQUAL * min(alone, link)
+    return [
+        Goal(f"as it comes {where} / calibrated", 1.03, _ratio(mine, step(result, "zgraph-zero3", rate))),
+        Goal(f"as it comes {where} / max(compute alone, link)", 1.15 if equal else 1.10, mine / max(alone, link)),
+        Goal(f"as it comes {where} / compiled fsdp_async", 0.80 if equal else 1.00, _ratio(mine, peer)),
+    ]
 
 
 def forecast_errors(result: Result, variant: str, rate: str) -> tuple[float | None, float | None]:

@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from link import gpt, models
 
 LR = 1e-3
+PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")  # how the names of products' costs begin
 
 
 class NotInstalled(Exception):
@@ -181,8 +182,11 @@ def deepspeed_zero3(model: gpt.GPT, batch: Batch, compiled: bool) -> Contender:
     return Contender(step)
 
 
-def zgraph_zero(stage: int, **wire: str) -> Callable[[gpt.GPT, Batch, bool], Contender]:
-    """Calibrated; `wire` is what is sent in few bits."""
+def zgraph_zero(
+    stage: int, link_error: float = 1.0, product_error: float = 1.0, **wire: str
+) -> Callable[[gpt.GPT, Batch, bool], Contender]:
+    """Calibrated; `wire` is what is sent in few bits. With errors the link, or matrix products, are taken to be so many times as fast
+    as they are."""
 
     def build(model: gpt.GPT, batch: Batch, compiled: bool) -> Contender:
         import zgraph
@@ -190,7 +194,8 @@ def zgraph_zero(stage: int, **wire: str) -> Callable[[gpt.GPT, Batch, bool], Con
         plan = zgraph.Plan(zero=stage, optimizer=zgraph.SGD(lr=LR), wire=wire)
         machine = zgraph.calibrate(model, plan, batch)
         trained = zgraph.compile(model, plan)
-        return Contender(lambda: trained.train_step(*batch), trained, _Calibrated(trained, plan, machine))
+        costs = _Calibrated(trained, plan, machine, link_error, product_error)
+        return Contender(lambda: trained.train_step(*batch), trained, costs)
 
     return build
 
@@ -258,12 +263,19 @@ class _Adapted(_AtRates):
 
 
 class _Calibrated(_AtRates):
-    """By what `zgraph.calibrate` has found: its operators at the start, the link as it is now."""
+    """By what `zgraph.calibrate` has found: its operators at the start, the link as it is now; each wrong by a factor."""
 
-    def __init__(self, model: Any, plan: Any, machine: Any) -> None:
+    def __init__(
+        self, model: Any, plan: Any, machine: Any, link_error: float = 1.0, product_error: float = 1.0
+    ) -> None:
         super().__init__(model, self._plan)
         self.plan = plan
-        self.machine = machine
+        self.link_error = link_error
+        operators = {
+            what: seconds / (product_error if what.startswith(PRODUCTS) else 1.0)
+            for what, seconds in machine.operators.items()
+        }
+        self.machine = machine.model_copy(update={"operators": operators})
         folder = [tempfile.mkdtemp(prefix="zgraph-overlap-") if dist.get_rank() == 0 else ""]
         dist.broadcast_object_list(folder)  # (a plan names a file, and plans must be equal)
         self.folder = Path(folder[0])
@@ -275,7 +287,8 @@ class _Calibrated(_AtRates):
         runtime = self.model.zgraph.runtime
         link = measure_link(runtime.groups["dp"], runtime.sizes["dp"], runtime.device, runtime.agreement)
         own = self.machine.links["dp"]  # (what transfers take from computing was measured in training steps)
-        link = link.model_copy(update={"work": own.work, "start": own.start})
+        of_link = {"bandwidth": link.bandwidth * self.link_error, "latency": link.latency / self.link_error}
+        link = link.model_copy(update=of_link | {"work": own.work, "start": own.start})
         file = self.folder / f"{rate}.json"
         if dist.get_rank() == 0:
             file.write_text(self.machine.model_copy(update={"links": {"dp": link}}).model_dump_json())
@@ -298,6 +311,10 @@ BUILDERS: dict[str, tuple[Callable[[gpt.GPT, Batch, bool], Contender], bool]] = 
     "deepspeed-zero3": (deepspeed_zero3, False),
     "zgraph-zero2": (zgraph_zero(2), True),
     "zgraph-zero3": (zgraph_zero(3), True),
+    "zgraph-link4": (zgraph_zero(3, link_error=4.0), True),
+    "zgraph-link0.25": (zgraph_zero(3, link_error=0.25), True),
+    "zgraph-products4": (zgraph_zero(3, product_error=4.0), True),
+    "zgraph-products0.25": (zgraph_zero(3, product_error=0.25), True),
     "zgraph-itself": (zgraph_itself(None), True),
     "zgraph-adapted": (zgraph_itself(None, "once"), True),
     "zgraph-sheet": (zgraph_itself("default"), True),
