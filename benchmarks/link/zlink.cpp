@@ -30,6 +30,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <condition_variable>
 #include <cstdlib>
@@ -56,6 +57,8 @@ constexpr int kMaxRanks = 8;
 constexpr int kSlots = 256;  // collectives of a group that may be in flight
 constexpr i64 kSecond = 1'000'000'000;
 constexpr i64 kScratchBytes = 1 << 18;  // a reduction goes through pieces that stay in the cache
+
+using Addresses = std::array<i64, kMaxRanks>;  // by rank
 
 // -- shared memory ----------------------------------------------------------------------------------------------------
 
@@ -334,12 +337,12 @@ class Link : public Backend {
   }
 
   intrusive_ptr<Work> _allgather_base(Tensor& output, Tensor& input, const AllgatherOptions&) override {
-    return all_gather(output, input, ring_steps());
+    return all_gather({output}, {input});
   }
 
   intrusive_ptr<Work> allgather_into_tensor_coalesced(
       Tensors& outputs, Tensors& inputs, const AllgatherOptions&) override {
-    return together(outputs.size(), [&](size_t i, int steps) { return all_gather(outputs[i], inputs[i], steps); });
+    return all_gather(outputs, inputs);
   }
 
   intrusive_ptr<Work> allgather(
@@ -365,21 +368,19 @@ class Link : public Backend {
 
   intrusive_ptr<Work> _reduce_scatter_base(
       Tensor& output, Tensor& input, const ReduceScatterOptions& options) override {
-    return reduce_scatter_tensor(output, input, options.reduceOp, ring_steps());
+    return reduce_scatter_tensors({output}, {input}, options.reduceOp);
   }
 
   intrusive_ptr<Work> reduce_scatter_tensor_coalesced(
       Tensors& outputs, Tensors& inputs, const ReduceScatterOptions& options) override {
-    return together(outputs.size(), [&](size_t i, int steps) {
-      return reduce_scatter_tensor(outputs[i], inputs[i], options.reduceOp, steps);
-    });
+    return reduce_scatter_tensors(outputs, inputs, options.reduceOp);
   }
 
   intrusive_ptr<Work> reduce_scatter(
       Tensors& outputs, std::vector<Tensors>& inputs, const ReduceScatterOptions& options) override {
     Tensors flat;
     for (auto& input : inputs[0]) flat.push_back(input.reshape({-1}));
-    return reduce_scatter_tensor(outputs[0], at::cat(flat), options.reduceOp, ring_steps());
+    return reduce_scatter_tensors({outputs[0]}, {at::cat(flat)}, options.reduceOp);
   }
 
   intrusive_ptr<Work> broadcast(Tensors& tensors, const BroadcastOptions& options) override {
@@ -555,15 +556,15 @@ class Link : public Backend {
     return c10::make_intrusive<Together>(std::move(works));
   }
 
-  // All ranks' elements from byte `offset` of their buffers are reduced into `to`, where this rank's own are already.
-  void reduce_into(Slot& slot, char* to, i64 elements, i64 offset, const Tensor& like, ReduceOp::RedOpType op) {
+  // All ranks' elements are reduced into `to`, where this rank's own are already; `from` has where each rank's are.
+  void reduce_into(char* to, i64 elements, const Addresses& from, const Tensor& like, ReduceOp::RedOpType op) {
     const i64 size = like.element_size(), most = kScratchBytes / size;
     for (i64 begin = 0; begin < elements; begin += most) {
       const i64 n = std::min(most, elements - begin), at = begin * size;
       Tensor into = view_of(to + at, n, like), other = view_of(scratch_.data_ptr(), n, like);
       for (u32 q = 1; q < ranks_; q++) {
         const u32 r = (rank_ + q) % ranks_;
-        pull(process(r), scratch_.data_ptr(), slot.ranks[r].address + offset + at, n * size);
+        pull(process(r), scratch_.data_ptr(), from[r] + at, n * size);
         combine(into, other, op);
       }
       if (op == ReduceOp::AVG && at::isFloatingType(like.scalar_type())) into.div_(static_cast<double>(ranks_));
@@ -575,46 +576,88 @@ class Link : public Backend {
     await(slot.reduced, (use + 1) * ranks_, limit_);
   }
 
-  intrusive_ptr<LinkWork> all_gather(Tensor output, const Tensor& given, int steps) {
-    TORCH_CHECK(output.is_contiguous(), "zlink: the output must be contiguous");
-    Tensor input = given.contiguous();
-    const i64 bytes = input.nbytes();
-    TORCH_CHECK(static_cast<i64>(output.nbytes()) == bytes * ranks_, "zlink: all_gather: the output has another size");
-    char *to = bytes_of(output), *from = bytes_of(input);
-    auto body = [=, this](Slot& slot, u32) {
-      if (to + rank_ * bytes != from) memcpy(to + rank_ * bytes, from, bytes);
-      for (u32 q = 1; q < ranks_; q++) {
-        const u32 r = (rank_ + q) % ranks_;
-        pull(process(r), to + r * bytes, slot.ranks[r].address, bytes);
-      }
-      return false;
-    };
-    return issue(OpType::_ALLGATHER_BASE, {output}, {output, input}, from, bytes * (ranks_ - 1.0), steps, body);
+  // Where each rank's inputs of a collective of several tensors are: by tensor, then by rank.
+  std::vector<Addresses> addresses_of(const Slot& slot, const std::vector<i64>& mine) const {
+    std::vector<Addresses> found(mine.size());
+    std::vector<i64> theirs(mine.size());
+    for (u32 r = 0; r < ranks_; r++) {
+      if (r != rank_) pull(process(r), theirs.data(), slot.ranks[r].address, mine.size() * sizeof(i64));
+      for (size_t i = 0; i < mine.size(); i++) found[i][r] = r == rank_ ? mine[i] : theirs[i];
+    }
+    return found;
   }
 
-  intrusive_ptr<LinkWork> reduce_scatter_tensor(Tensor output, const Tensor& given, ReduceOp reduce, int steps) {
-    TORCH_CHECK(output.is_contiguous(), "zlink: the output must be contiguous");
-    Tensor input = given.contiguous();
-    const i64 elements = output.numel(), bytes = output.nbytes();
-    TORCH_CHECK(
-        static_cast<i64>(input.nbytes()) == bytes * ranks_, "zlink: reduce_scatter: the input has another size");
-    char *to = bytes_of(output), *from = bytes_of(input), *mine = from + rank_ * bytes;
-    const bool overwrites_input = to >= from && to < from + bytes * ranks_ && to != mine;
-    const auto op = reduce.op_;
-    auto body = [=, this](Slot& slot, u32 use) {
-      if (overwrites_input) {
-        Tensor own = at::empty({elements}, output.options());
-        memcpy(own.data_ptr(), mine, bytes);
-        reduce_into(slot, bytes_of(own), elements, rank_ * bytes, output, op);
-        all_are_reduced(slot, use);
-        memcpy(to, own.data_ptr(), bytes);
-        return true;
+  // Several tensors are one collective, as a group call of NCCL is one launch.
+  intrusive_ptr<LinkWork> all_gather(const Tensors& outputs, const Tensors& given) {
+    Tensors keep = outputs;
+    auto from = std::make_shared<std::vector<i64>>();
+    std::vector<i64> to, bytes;
+    double wire = 0;
+    for (size_t i = 0; i < outputs.size(); i++) {
+      TORCH_CHECK(outputs[i].is_contiguous(), "zlink: the output must be contiguous");
+      Tensor input = given[i].contiguous();
+      bytes.push_back(input.nbytes());
+      TORCH_CHECK(
+          static_cast<i64>(outputs[i].nbytes()) == bytes[i] * ranks_, "zlink: all_gather: the output has another size");
+      to.push_back(reinterpret_cast<i64>(outputs[i].data_ptr()));
+      from->push_back(reinterpret_cast<i64>(input.data_ptr()));
+      wire += bytes[i] * (ranks_ - 1.0);
+      keep.push_back(input);
+    }
+    auto body = [=, this](Slot& slot, u32) {
+      const auto sources = addresses_of(slot, *from);
+      for (size_t i = 0; i < to.size(); i++) {
+        char* at = reinterpret_cast<char*>(to[i]);
+        const char* mine = reinterpret_cast<char*>(sources[i][rank_]);
+        if (at + rank_ * bytes[i] != mine) memcpy(at + rank_ * bytes[i], mine, bytes[i]);
+        for (u32 q = 1; q < ranks_; q++) {
+          const u32 r = (rank_ + q) % ranks_;
+          pull(process(r), at + r * bytes[i], sources[i][r], bytes[i]);
+        }
       }
-      if (to != mine) memcpy(to, mine, bytes);
-      reduce_into(slot, to, elements, rank_ * bytes, output, op);
       return false;
     };
-    return issue(OpType::_REDUCE_SCATTER_BASE, {output}, {output, input}, from, bytes * (ranks_ - 1.0), steps, body);
+    return issue(OpType::_ALLGATHER_BASE, outputs, std::move(keep), from->data(), wire, ring_steps(), body);
+  }
+
+  intrusive_ptr<LinkWork> reduce_scatter_tensors(const Tensors& outputs, const Tensors& given, ReduceOp reduce) {
+    Tensors keep = outputs;
+    auto from = std::make_shared<std::vector<i64>>();
+    double wire = 0;
+    bool overwrites_input = false;
+    for (size_t i = 0; i < outputs.size(); i++) {
+      TORCH_CHECK(outputs[i].is_contiguous(), "zlink: the output must be contiguous");
+      Tensor input = given[i].contiguous();
+      const i64 bytes = outputs[i].nbytes();
+      TORCH_CHECK(
+          static_cast<i64>(input.nbytes()) == bytes * ranks_, "zlink: reduce_scatter: the input has another size");
+      char *to = bytes_of(outputs[i]), *at = bytes_of(input);
+      overwrites_input |= to >= at && to < at + bytes * ranks_ && to != at + rank_ * bytes;
+      from->push_back(reinterpret_cast<i64>(at));
+      wire += bytes * (ranks_ - 1.0);
+      keep.push_back(input);
+    }
+    auto body = [=, this, op = reduce.op_](Slot& slot, u32 use) {
+      auto sources = addresses_of(slot, *from);
+      Tensors own;  // the results, where they may not be written while peers read the inputs
+      for (size_t i = 0; i < outputs.size(); i++) {
+        const i64 elements = outputs[i].numel(), bytes = outputs[i].nbytes();
+        for (u32 r = 0; r < ranks_; r++) sources[i][r] += rank_ * bytes;
+        char* to = bytes_of(outputs[i]);
+        if (overwrites_input) {
+          own.push_back(at::empty({elements}, outputs[i].options()));
+          to = bytes_of(own[i]);
+        }
+        const char* mine = reinterpret_cast<char*>(sources[i][rank_]);
+        if (to != mine) memcpy(to, mine, bytes);
+        reduce_into(to, elements, sources[i], outputs[i], op);
+      }
+      if (!overwrites_input) return false;
+      all_are_reduced(slot, use);
+      for (size_t i = 0; i < own.size(); i++) memcpy(bytes_of(outputs[i]), bytes_of(own[i]), outputs[i].nbytes());
+      return true;
+    };
+    return issue(OpType::_REDUCE_SCATTER_BASE, outputs, std::move(keep), from->data(), wire, ring_steps(), body);
   }
 
   // Each rank reduces its part in place, then reads the other parts.
@@ -626,7 +669,9 @@ class Link : public Backend {
     auto first = [=](u32 rank) { return std::min<i64>(elements, rank * part); };
     auto body = [=, this](Slot& slot, u32 use) {
       const i64 begin = first(rank_), end = first(rank_ + 1);
-      if (end > begin) reduce_into(slot, at + begin * size, end - begin, begin * size, whole, op);
+      Addresses from;
+      for (u32 r = 0; r < ranks_; r++) from[r] = slot.ranks[r].address + begin * size;
+      if (end > begin) reduce_into(at + begin * size, end - begin, from, whole, op);
       all_are_reduced(slot, use);
       for (u32 q = 1; q < ranks_; q++) {
         const u32 r = (rank_ + q) % ranks_;

@@ -545,7 +545,16 @@ def collectives_give_what_they_say() -> int:
         exchanged = torch.empty_like(mine)
         dist.all_to_all_single(exchanged, mine.clone(), group=group)
         dist.broadcast(sent, world - 1, group=group)
+        functional, name = torch.ops._c10d_functional, group.group_name
+        together = functional.all_gather_into_tensor_coalesced([mine, mine[:1]], world, name)
+        shares = functional.reduce_scatter_tensor_coalesced([mine, mine[:world]], "sum", world, name)
+        for one in (*together, *shares):
+            functional.wait_tensor(one)
         pairs = [
+            (together[0], torch.cat(inputs)),
+            (together[1], torch.cat([other[:1] for other in inputs])),
+            (shares[0], added[parts]),
+            (shares[1], added[:world][rank : rank + 1]),
             (gathered, torch.cat(inputs)),
             (torch.cat(listed), torch.cat(inputs)),
             (scattered, added[parts]),
@@ -573,7 +582,7 @@ def collectives_give_what_they_say() -> int:
 @pytest.mark.gloo
 @pytest.mark.slow
 def test_link_collectives_are_exact(linked: Ranks) -> None:
-    assert min(linked.run(collectives_give_what_they_say)) >= 40 * 8
+    assert min(linked.run(collectives_give_what_they_say)) >= 40 * 12
 
 
 def seconds_of_groups(megabytes: int, opposite: bool) -> tuple[float, float, list[float]]:
