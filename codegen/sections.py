@@ -27,7 +27,7 @@ import torch
 from torch import fx
 
 from zgraph.names import layer_path
-from zgraph.passes.update.group_updates import type_of
+from zgraph.passes.update.group_updates import type_text
 from zgraph.program import collectives, transfers_to_host
 from zgraph.program.aliases import is_view, is_write, root_of
 from zgraph.program.node import Phase, Role, has_info, info, value
@@ -71,7 +71,7 @@ class Section:
         """A text that is equal for sections of which Inductor makes the same code."""
         at = self.names()
         chunks: dict[str | None, int] = {None: 0}
-        lines = [f"{at[n]} {type_of(value(n))} {_offset(n)} {n in self.held}" for n in self.takes]
+        lines = [f"{at[n]} {type_text(value(n))} {_offset(n)} {n in self.held}" for n in self.takes]
         for node in self.nodes:
             args = repr(fx.node.map_arg((node.args, node.kwargs), lambda n: at[n]))
             target = node.target if node.op == "get_attr" else str(node.target)
@@ -280,4 +280,4 @@ def _offset(node: fx.Node) -> Any:
 
 
 def _types(val: Any) -> str:
-    return f"({', '.join(map(_types, val))})" if isinstance(val, (tuple, list)) else type_of(val)
+    return f"({', '.join(map(_types, val))})" if isinstance(val, (tuple, list)) else type_text(val)

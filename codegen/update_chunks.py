@@ -18,7 +18,7 @@ from zgraph.codegen.code_cache import CodeCache
 from zgraph.codegen.eager import compile_eager
 from zgraph.codegen.executable import Executable
 from zgraph.codegen.inductor import compile_inductor
-from zgraph.passes.update.group_updates import groups_of, type_of
+from zgraph.passes.update.group_updates import groups_of, type_text
 from zgraph.program import transfers_to_host
 from zgraph.program.aliases import is_write
 from zgraph.program.node import NodeInfo, Phase, info, set_info, value
@@ -157,7 +157,7 @@ def canonical(part: Program) -> str:
     for node in part.graph.nodes:
         args = repr(fx.node.map_arg((node.args, node.kwargs), lambda n: at[n]))
         target = node.target if node.op != "placeholder" else ""
-        lines.append(f"{node.op} {target} {args} {type_of(value(node))}")
+        lines.append(f"{node.op} {target} {args} {type_text(value(node))}")
     return "\n".join(lines)
 
 

@@ -137,7 +137,7 @@ def _kind(nodes: list[fx.Node]) -> str:
         if node not in at:
             shared = node.op != "placeholder" and info(node).param is None
             home = info(node).home if node.op == "placeholder" else None
-            at[node] = f"{node.name if shared else len(at)}:{type_of(value(node))}:{home}"
+            at[node] = f"{node.name if shared else len(at)}:{type_text(value(node))}:{home}"
         return at[node]
 
     lines = []
@@ -147,7 +147,7 @@ def _kind(nodes: list[fx.Node]) -> str:
     return "\n".join(lines)
 
 
-def type_of(val: Any) -> str:
+def type_text(val: Any) -> str:
     """Return a tensor's dtype, shape, strides and device as text; the name of any other type."""
     return (
         f"{val.dtype}{list(val.shape)}{list(val.stride())}{val.device.type}"

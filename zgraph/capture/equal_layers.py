@@ -194,7 +194,7 @@ class _Keys:
     def _of_call(self, node: fx.Node, unit: int) -> Any:
         target = attribute_key(self._module, str(node.target)) if node.op == "get_attr" else node.target
         arguments = structure((node.args, node.kwargs), lambda argument: self.reference(argument, unit))
-        return (node.op, target, arguments, type_of(node))
+        return (node.op, target, arguments, recorded_type(node))
 
     def reference(self, node: fx.Node, unit: int) -> Any:
         """Return what an argument is to a unit."""
@@ -202,7 +202,7 @@ class _Keys:
             if any(self._places.get(user, (None, 0))[0] != unit for user in node.users):
                 return ("input", node.name)
             own = self._own[unit]
-            return ("own", own.setdefault(node, len(own)), type_of(node))
+            return ("own", own.setdefault(node, len(own)), recorded_type(node))
         of, at = self._places.get(node, (None, 0))
         if of == unit:
             return ("here", at)
@@ -242,7 +242,7 @@ def structure(item: Any, reference: Any) -> Any:
     return (type(item), repr(item))
 
 
-def type_of(node: fx.Node) -> Any:
+def recorded_type(node: fx.Node) -> Any:
     """Return what is known of the fake value of a node of dynamo's or AOTAutograd's (see `type_of_value`)."""
     return type_of_value(node.meta.get("example_value", node.meta.get("val")))
 
@@ -267,7 +267,7 @@ def attribute_key(module: fx.GraphModule, name: str) -> Any:
                 node.op,
                 None if node.op == "placeholder" else target,
                 structure((node.args, node.kwargs), places.__getitem__),
-                type_of(node),
+                recorded_type(node),
             )
         )
         places[node] = len(places)

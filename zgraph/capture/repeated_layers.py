@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from zgraph.capture.equal_layers import FIRST, LAST, Shortened, Unequal, attribute_key, structure, type_of
+from zgraph.capture.equal_layers import FIRST, LAST, Shortened, Unequal, attribute_key, recorded_type, structure
 from zgraph.names import layer_path
 from zgraph.program.node import module_of
 from zgraph.torch_compat import aot, fx_graphs
@@ -138,7 +138,7 @@ class _Repetition:
         kept = tuple(node.meta.get(k) for k in ("partitioner_tag", "autograd_backward", "is_gradient_acc", "recompute"))
         arguments = structure(node.args, reference), structure(node.kwargs, reference)
         target = attribute_key(self.joint, str(node.target)) if node.op == "get_attr" else node.target
-        return (node.op, target, *arguments, type_of(node), kept, self._aliases(node, unit))
+        return (node.op, target, *arguments, recorded_type(node), kept, self._aliases(node, unit))
 
     def relative(self, node: fx.Node, unit: int) -> Any:
         """Return what a value is to a unit: the same for equal units. Raises `Unequal` for one of a unit that is no
