@@ -73,7 +73,7 @@ docs: $(VENV)/.docs
 	echo "site/index.html; with search: $(VENV)/bin/python -m http.server --directory site"
 
 bench-overlap: $(VENV)/.bench toolchain
-	@$(VENV)/bin/python benchmarks/overlap.py $(ARGS)
+	@$(VENV)/bin/python benchmarks/overlap.py --out benchmarks/results $(ARGS)
 
 lint: $(VENV)/.dev
 	@$(VENV)/bin/ruff check .

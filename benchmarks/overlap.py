@@ -22,7 +22,7 @@ link of the rate would have carried it. Sleeping costs nothing, so what a step w
 The copy itself costs the processor 3 to 11 % of the link's time at 1 to 2 Gbit/s and half of it at 10: figures above 4
 say more about the copy than about the schedule.
 
-Writes overlap.json, overlap.md and, if there is matplotlib, overlap.svg to benchmarks/results. The exit status is 1 if a
+With `--out` it writes overlap.json, overlap.md and, if there is matplotlib, overlap.svg to that folder. The exit status is 1 if a
 variant failed or its losses differ.
 """
 
@@ -361,7 +361,7 @@ def main() -> int:
         default=[cores[rank % len(cores)] for rank in range(WORLD)],
         help="the core of each rank",
     )
-    parser.add_argument("--out", type=Path, default=HERE / "results", help="the folder to write to")
+    parser.add_argument("--out", type=Path, help="a folder to write the report to")
     parser.add_argument("--report", type=Path, help="measure nothing: write tables and plot of this JSON file again")
     args = parser.parse_args()
     from link import report
@@ -371,7 +371,8 @@ def main() -> int:
     else:
         with tempfile.TemporaryDirectory() as folder:
             result = run(args, Path(folder))
-    write(result, args.out)
+    if args.out is not None:
+        write(result, args.out)
     print("\n" + report.markdown(result))
     failed = [name for name, v in result["variants"].items() if v["status"] == "failed"]
     differ = [name for name, value in report.losses(result).items() if not value <= report.allowed(name)]

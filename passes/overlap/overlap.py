@@ -43,7 +43,7 @@ from zgraph.passes.analysis.timeline import COMPUTE, LINK, Timeline
 from zgraph.passes.contract import graph_pass
 from zgraph.passes.overlap.follow_order import FollowedOrder, Start, follow_order
 from zgraph.passes.overlap.memory_caps import BoundedMemory, Bounds
-from zgraph.passes.overlap.robust_schedule import SPEEDS, CandidateSchedule, Event, least_regret
+from zgraph.passes.overlap.robust_schedule import BETWEEN, PRICE, SPEEDS, CandidateSchedule, Event, least_regret
 from zgraph.passes.overlap.scheduling_problem import Bucket, SchedulingProblem
 from zgraph.program.node import Phase, Role, info, set_info
 from zgraph.program.program import Fact, InputRole, Level, Program
@@ -95,13 +95,16 @@ def overlap(program: Program, options: OverlapOptions) -> dict[str, int]:
     if options.order and (follower := _follow(step, bounds, options)) is not None:
         follower.apply()
         return follower.counts
-    speeds = SPEEDS if options.ahead else SPEEDS[:1]
-    schedulers: list[_Scheduler] = []
-    for mine in map(step.over, speeds):
-        schedulers.append(_Scheduler(mine, BoundedMemory(mine, bounds), options))
-        schedulers[-1].run()
-    taken = least_regret([s.played(speed) for s, speed in zip(schedulers, speeds, strict=True)])
-    scheduler = schedulers[taken]
+    schedulers: dict[float, _Scheduler] = {}  # by the speed of links that each schedule is made for
+    for speeds in (SPEEDS, BETWEEN) if options.ahead else (SPEEDS[:1],):
+        for speed in speeds:
+            mine = step.over(speed)
+            schedulers[speed] = _Scheduler(mine, BoundedMemory(mine, bounds), options)
+            schedulers[speed].run()
+        taken, regret = least_regret([s.played(speed) for speed, s in schedulers.items()])
+        if regret <= PRICE:
+            break
+    scheduler = list(schedulers.values())[taken]
     scheduler.apply()
     program.remarks += scheduler.remarks
     return scheduler.counts

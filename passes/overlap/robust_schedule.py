@@ -18,7 +18,9 @@ from zgraph.passes.overlap.scheduling_problem import Bucket
 SPEED_SAFETY_FACTOR = (
     4.0  # kernels reach a quarter of a data sheet's rates and more; four ranks of a machine share its link
 )
-SPEEDS = (1.0, 2.0, SPEED_SAFETY_FACTOR, 0.5, 1 / SPEED_SAFETY_FACTOR)  # of links, as multiples of their stated speed
+# of links, as multiples of their stated speed; where schedules for SPEEDS lose much, those BETWEEN them are tried as well
+SPEEDS = (1.0, *(SPEED_SAFETY_FACTOR ** (k / 2) for k in (1, 2, -1, -2)))
+BETWEEN = tuple(SPEED_SAFETY_FACTOR ** (k / 4) for k in (1, 3, -1, -3))
 PRICE = 0.01  # of a step's time
 
 
@@ -57,10 +59,13 @@ class CandidateSchedule:
         return max(clock, link)
 
 
-def least_regret(schedules: Sequence[CandidateSchedule]) -> int:
-    """Return the position of the schedule to take; the first one is made for the stated speed of links."""
+def least_regret(schedules: Sequence[CandidateSchedule]) -> tuple[int, float]:
+    """Return the position of the schedule to take, and its greatest regret; the first one is made for the stated speed of
+    links.
+    """
     seconds = [[played.seconds(speed) for speed in SPEEDS] for played in schedules]
     best = [min(column) or 1.0 for column in zip(*seconds, strict=True)]
     regrets = [[mine / least - 1 for mine, least in zip(row, best, strict=True)] for row in seconds]
     fair = [at for at, row in enumerate(regrets) if row[0] <= PRICE]
-    return min(fair, key=lambda at: (round(max(regrets[at]), 4), at))
+    taken = min(fair, key=lambda at: (round(max(regrets[at]), 4), at))
+    return taken, max(regrets[taken])

@@ -84,6 +84,20 @@ def test_the_schedule_for_the_costs_alone_would_lose_more(monkeypatch):
     assert any(max(losses(rate)) > 1.05 for rate in (0.5, 1.0, 2.0))
 
 
+@pytest.mark.parametrize(("price", "numbers"), [(1.0, [5]), (-1.0, [5, 9])])
+def test_speeds_between_are_tried_where_a_schedule_would_lose_more_than_the_price(monkeypatch, price, numbers):
+    tried = []
+
+    def spied(schedules):
+        tried.append(len(schedules))
+        return least_regret(schedules)
+
+    monkeypatch.setattr(overlap, "PRICE", price)
+    monkeypatch.setattr(overlap, "least_regret", spied)
+    step(machine(1.0), machine(1.0))
+    assert tried == numbers
+
+
 # -- by hand --------------------------------------------------------------------------------------------------------------
 def bucket(seconds: float) -> Bucket:
     return Bucket([], seconds, 0.0, 0)
@@ -118,9 +132,9 @@ def late_and_early() -> tuple[CandidateSchedule, CandidateSchedule]:
 def test_the_schedule_with_the_least_regret_is_taken():
     late, early = late_and_early()
     assert late.seconds(1.0) < early.seconds(1.0) and late.seconds(0.25) > early.seconds(0.25)
-    assert least_regret([late, early]) == 1 and least_regret([late]) == 0
+    assert least_regret([late, early])[0] == 1 and least_regret([late]) == (0, 0.0)
 
 
 def test_one_that_costs_more_than_the_price_is_not_taken(monkeypatch):
     monkeypatch.setattr(robust_schedule, "PRICE", 0.001)
-    assert least_regret(list(late_and_early())) == 0
+    assert least_regret(list(late_and_early()))[0] == 0
