@@ -45,7 +45,8 @@ _PRELOAD = [
 ]
 
 
-_AT_FIRST = dict(os.environ)  # the environment before any test has changed it
+# The environment before any test has changed it.
+_AT_FIRST = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 kept: dict[Any, Any] = {}
 """On a rank: what functions there leave for each other until it gets another process group, at the latest at the end of a test file."""
