@@ -217,6 +217,7 @@ def _join(store: str, timeout: float, rank: int | None = None, world: int | None
         rank, world = dist.get_rank(), dist.get_world_size()
         kept.clear()
         gc.collect()  # (models that nobody has, which have groups)
+        gc.freeze()  # (what stays is not searched again: at the end of each file, on each rank)
         dist.destroy_process_group()
     limit = timedelta(seconds=timeout)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=limit)
