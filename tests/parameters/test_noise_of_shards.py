@@ -65,8 +65,8 @@ RULES = {
 }
 
 
-def noised(plan: dict[str, Any] | None, rule: str) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """(whole weights, what is drawn next)."""
+def all_noised(plan: dict[str, Any] | None) -> dict[str, tuple[list[torch.Tensor], torch.Tensor]]:
+    """(whole weights, what is drawn next) of each rule, which all begin with the same weights and gradients of one model."""
     torch.manual_seed(0)
     made, x = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5)), X
     if plan is not None:
@@ -74,16 +74,19 @@ def noised(plan: dict[str, Any] | None, rule: str) -> tuple[list[torch.Tensor], 
         if "mesh" not in plan:
             x = X.chunk(dist.get_world_size())[dist.get_rank()]
     made(x).square().mean().backward()
-    torch.manual_seed(3)
-    with torch.no_grad():
-        for _ in range(2):
-            RULES[rule](list(made.parameters()))
-    whole = [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in made.parameters()]
-    return whole, torch.rand(3)
-
-
-def all_noised(plan: dict[str, Any] | None) -> dict[str, Any]:
-    return {rule: noised(plan, rule) for rule in RULES}
+    first = [p.detach().clone() for p in made.parameters()]
+    found = {}
+    for name, rule in RULES.items():
+        with torch.no_grad():
+            for p, value in zip(made.parameters(), first, strict=True):
+                p.copy_(value)
+            torch.manual_seed(3)
+            for _ in range(2):
+                rule(list(made.parameters()))
+        weights = [p.detach() for p in made.parameters()]
+        whole = [(w.full_tensor() if isinstance(w, DTensor) else w).clone() for w in weights]
+        found[name] = whole, torch.rand(3)
+    return found
 
 
 @pytest.mark.gloo
