@@ -110,18 +110,29 @@ def test_layers_are_computed_again_in_a_loop_of_ones_own(reentrant):
     compared(*models)
 
 
+class Embedded(nn.Module):
+    """The least whose embeddings can get noise: lengths are symbols in a fifth of the time that a Llama takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(97, 8), nn.Linear(8, 97)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.head(self.words(ids)).flatten(0, 1), ids.flatten())
+
+
 def test_noise_in_embeddings_is_one_program_for_all_lengths():
     from transformers.integrations.neftune import neftune_post_forward_hook
 
-    plain = model_of("llama")
-    plain.model.embed_tokens.neftune_noise_alpha = 5.0
-    plain.model.embed_tokens.register_forward_hook(neftune_post_forward_hook)
+    plain = Embedded()
+    plain.words.neftune_noise_alpha = 5.0
+    plain.words.register_forward_hook(neftune_post_forward_hook)
     model = zgraph.compile(copy.deepcopy(plain), zgraph.Plan(backend="eager"))
     for length in (9, 8, 7, 5):
         ids, found = torch.arange(2 * length).reshape(2, length), []
         for made in (plain, model):
             torch.manual_seed(length)
-            found.append(float(made(input_ids=ids, labels=ids).loss))
+            found.append(float(made(ids)))
         assert found[1] == pytest.approx(found[0], rel=1e-6)
     assert len(model.zgraph.programs) <= 2
 

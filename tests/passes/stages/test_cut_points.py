@@ -467,7 +467,7 @@ def test_cuts_of_another_model_are_refused_with_the_read_that_differs():
 
 
 def test_cuts_can_be_hashed_compared_and_written():
-    program, types = case("t5")
+    program, types = case("llama")
     cuts = find_cuts(program, 3, "time", COSTS, types=types)
     again = Cuts.model_validate(json.loads(json.dumps(cuts.model_dump(mode="json"))))
     assert again == cuts and hash(again) == hash(cuts) and cuts.stages == 3
