@@ -60,11 +60,11 @@ class Layer(nn.Module):
 class Net(nn.Module):
     """A language model of layers; with `padded` word 0 is hidden from attention, with `again` layers are checkpointed."""
 
-    def __init__(self, *, padded: bool = False, again: bool = False, **options: Any) -> None:
+    def __init__(self, *, padded: bool = False, again: bool = False, layers: int = 2, **options: Any) -> None:
         super().__init__()
         self.padded, self.again = padded, again
         self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
-        self.layers = nn.ModuleList(Layer(**options) for _ in range(2))
+        self.layers = nn.ModuleList(Layer(**options) for _ in range(layers))
 
     def forward(self, words):
         mask = (words != 0)[:, None, None, :] if self.padded else None
@@ -185,13 +185,14 @@ def test_ranks_have_the_layouts_of_their_heads(layout, heads_of_keys, dim):
     assert result.ok, result
     if dim == "tp" and heads_of_keys == 2:
         return  # (one product gives keys and values, whose heads tensor parallelism does not divide here)
-    divided = programs(model, plan, (words(4, 40),), 2).after("divide" if dim == "tp" else "divide_context")
+    made = programs(model, plan, (words(4, 40),), 2)
+    divided = made.after("divide" if dim == "tp" else "divide_context")
     target = SPARSE if layout == "alike" else OF_HEADS[SPARSE]
     shapes = [tuple(tuple(x.meta["val"].shape[:2]) for x in n.args[:2]) for n in divided.nodes if n.target is target]
     assert shapes == [((4, HEADS // 2), (4, heads_of_keys // 2))] * 2
     whole, part = (
         sum(product_flops(n) for n in program.nodes if "sparse_attention" in str(n.target))
-        for program in (programs(model, plan, (words(4, 40),), 2).after("sparse_attention"), divided)
+        for program in (made.after("sparse_attention"), divided)
     )
     assert part == whole // 2
 
@@ -301,11 +302,11 @@ def test_patterns_that_match_nothing_are_refused():
 
 
 def test_layouts_and_functions_that_do_not_fit_are_refused():
-    assert "a mask function fails" in refused(net(), {"*": f"{__name__}:refused"}, words())
-    assert "can't be loaded" in refused(net(), {"*": f"{__name__}:nobody"}, words())
-    assert "a sequence has 5" in refused(net(), {"*": zgraph.BlockLayout(layout=["10", "11"])}, words())
+    assert "a mask function fails" in refused(net(layers=1), {"*": f"{__name__}:refused"}, words())
+    assert "can't be loaded" in refused(net(layers=1), {"*": f"{__name__}:nobody"}, words())
+    assert "a sequence has 5" in refused(net(layers=1), {"*": zgraph.BlockLayout(layout=["10", "11"])}, words())
     squares = zgraph.BlockLayout(block=128, layout=[["1"], ["1"]])
-    assert "attention has 4" in refused(net(), {"*": squares}, words())
+    assert "attention has 4" in refused(net(layers=1), {"*": squares}, words())
 
 
 def two_ranks(backend: str, attention: dict[str, Any], more: dict[str, Any]) -> float:
