@@ -14,6 +14,7 @@ from zgraph.errors import PassError, PlanError
 from zgraph.names import did_you_mean
 from zgraph.passes import Contract, Pass, PassType
 from zgraph.passes.analysis.costs import Costs, hardware, hardware_like
+from zgraph.passes.canonicalize.add_rows import add_rows
 from zgraph.passes.canonicalize.cleanup import cleanup
 from zgraph.passes.canonicalize.compact_masks import compact_masks
 from zgraph.passes.canonicalize.inductor_prepare import inductor_prepare
@@ -429,6 +430,7 @@ STEP_PASSES: tuple[PassRow[PassContext], ...] = (
     PassRow(compact_masks, _always("a mask of attention may say the same to all queries")),
     PassRow(divide_context, _over(CONTEXT_DIM), _context_options),
     PassRow(inductor_prepare, _of("backend", lambda plan: plan.backend == "inductor")),
+    PassRow(add_rows, _in_training(_of("backend", lambda plan: plan.backend == "inductor"))),
     PassRow(recompute, _recomputes),
     PassRow(tile, _of("tiles", lambda plan: bool(plan.tiles)), lambda c: TileOptions(tuple(c.plan.tiles.items()))),
     PassRow(checkpoint, _in_training(_checkpoints), _checkpoint_options),
