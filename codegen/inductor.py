@@ -22,13 +22,14 @@ from zgraph.codegen.cpu_gemm import library
 from zgraph.codegen.executable import Executable, Kernel, lowered
 from zgraph.codegen.join_sections import GeneratedCode, UnknownFormError, join
 from zgraph.codegen.sections import Section, sections
+from zgraph.codegen.stored_lookups import store_shared_lookups
 from zgraph.errors import LayoutError, LoweringError
 from zgraph.program import collectives, transfers_to_host
 from zgraph.program.layout import laid_out
 from zgraph.program.node import has_info, info
 from zgraph.program.program import InputRole, OutputRole, Program
 from zgraph.program.sizes import guards_of, remade
-from zgraph.torch_compat import compile_lock, inductor_code, symbols
+from zgraph.torch_compat import compile_lock, fx_graphs, inductor_code, symbols
 from zgraph.torch_compat.kernel_files import kernels_together, places_of
 
 logger = logging.getLogger(__name__)
@@ -215,6 +216,7 @@ def _generated(ready: Program, held: list[fx.Node], fixed: list[int], how: _How)
     A program with equal sections (see `sections`) is compiled once for each kind of section, and is returned as
     `GeneratedCode` without a function; any other one is compiled whole.
     """
+    store_shared_lookups(ready)
     results = ready.output_values()
     equal_sections = sections(ready, set(held), {results[at] for at in fixed})
     if equal_sections:
@@ -261,6 +263,7 @@ def _of_graph(
     graph.output_node().meta["user_visible_output_idxs"] = fixed
     # (for the key of Inductor's cache, which leaves out what nodes carry)
     module.__dict__["fixed_outputs"] = tuple(fixed)
+    module.__dict__["stored"] = fx_graphs.with_fixed_strides(graph)
     return inductor_code.compile_with_inductor(
         module,
         inputs,

@@ -79,7 +79,7 @@ class Section:
             if has_info(node):
                 record = info(node)
                 own = f"{chunks.setdefault(record.chunk, len(chunks))} {record.copy_of is not None}"
-            realized = node.meta.get("inductor_realize_to_strides", False)
+            realized = fx_graphs.has_fixed_strides(node)
             lines.append(f"{target} {args} {_types(value(node))} {own} {realized}")
         lines += [f"{at[n]} {n in self.fixed}" for n in self.gives]
         return "\n".join(lines)

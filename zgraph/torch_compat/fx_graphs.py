@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
+_FIXED = "inductor_realize_to_strides"
+
 
 def boxed(graph: fx.Graph) -> None:
     """Let a graph take its inputs as one list that it empties, so that each dies after its last use."""
@@ -85,4 +87,14 @@ def fix_strides(node: fx.Node) -> None:
     Else a reader that needs these strides would get a copy of it.
     """
     if node.op == "call_function":
-        node.meta = {**node.meta, "inductor_realize_to_strides": True}
+        node.meta = {**node.meta, _FIXED: True}
+
+
+def has_fixed_strides(node: fx.Node) -> bool:
+    """Return whether Inductor stores this value with the strides that it has in the program."""
+    return bool(node.meta.get(_FIXED, False))
+
+
+def with_fixed_strides(graph: fx.Graph) -> tuple[str, ...]:
+    """Return the names of the values of a graph that `has_fixed_strides` is true of."""
+    return tuple(n.name for n in graph.nodes if has_fixed_strides(n))
