@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks
+from ranks import Ranks, fresh_processes
 from sweeps import sweep
 from torch import nn
 from typer.testing import CliRunner
@@ -88,7 +87,7 @@ def fresh():
 @pytest.fixture(scope="module")
 def alone():
     """A process that no other file has used, which compiles for ranks."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, fresh_processes()) as pool:
         yield lambda *args: pool.submit(precompiled, *args).result()
 
 

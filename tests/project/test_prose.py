@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,11 +29,12 @@ ENDS_IN_S = {
 }  # verbs, in the imperative
 
 
-def trees() -> Iterator[tuple[str, str, ast.Module]]:
-    for package in PACKAGES:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            text = path.read_text()
-            yield str(path.relative_to(ROOT)), text, ast.parse(text)
+@functools.cache
+def trees() -> list[tuple[str, str, ast.Module]]:
+    """The sources of the package: the name, the text and what it means."""
+    paths = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+    texts = [path.read_text() for path in paths]
+    return [(str(path.relative_to(ROOT)), text, ast.parse(text)) for path, text in zip(paths, texts, strict=True)]
 
 
 def is_imperative(doc: str) -> bool:

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from typing import Any
 
 _PRELOAD = [
@@ -50,6 +51,21 @@ _AT_FIRST = {name: value for name, value in os.environ.items() if name != "PYTHO
 
 kept: dict[Any, Any] = {}
 """On a rank: what functions there leave for each other until it gets another process group, at the latest at the end of a test file."""
+
+
+def fresh_processes() -> ForkServerContext:
+    """A context for processes that have run nothing: forks of the server, which has imported what they would import for seconds."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    changed = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(_AT_FIRST)  # (torch reads settings there when the server imports it)
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(changed)
+    return context
 
 
 @dataclass
@@ -154,16 +170,7 @@ class Ranks:
             self._directory = None
 
     def _start(self) -> None:
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOAD)
-        changed = dict(os.environ)
-        os.environ.clear()
-        os.environ.update(_AT_FIRST)  # (torch reads settings there when the server imports it)
-        try:
-            forkserver.ensure_running()
-        finally:
-            os.environ.clear()
-            os.environ.update(changed)
+        context = fresh_processes()
         self._directory = tempfile.TemporaryDirectory()
         store = os.path.join(self._directory.name, "store")
         for rank in range(self.world):
