@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
@@ -84,10 +85,16 @@ def fresh():
         yield ranks
 
 
+def surrounded(environment: dict[str, str]) -> None:
+    """Give a process this environment: the server that it is forked from has the one from before all tests."""
+    os.environ.clear()
+    os.environ.update(environment)
+
+
 @pytest.fixture(scope="module")
 def alone():
     """A process that no other file has used, which compiles for ranks."""
-    with ProcessPoolExecutor(1, fresh_processes()) as pool:
+    with ProcessPoolExecutor(1, fresh_processes(), surrounded, (dict(os.environ),)) as pool:
         yield lambda *args: pool.submit(precompiled, *args).result()
 
 
