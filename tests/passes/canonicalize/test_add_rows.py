@@ -55,6 +55,28 @@ class Written(nn.Module):
         return (self.table + own).square().mean()
 
 
+class Rows(nn.Module):
+    """A table that is looked up twice and has no other gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(ROWS, WIDTH)
+
+    def forward(self, words):
+        return (self.table(words) * self.table(words.flip(1)).sin()).sum()
+
+
+class Often(nn.Module):
+    """A table of which one row is looked up very often, with small gradients, and is punished, with large ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(ROWS, WIDTH)
+
+    def forward(self, words):
+        return self.table(words).mean(1).sin().mean() + self.table.weight.square().sum()
+
+
 MODELS = {
     # what makes the model, and how many sums it has with rows
     "tied": (Tied, 1),
@@ -91,6 +113,28 @@ def test_only_an_exact_dtype_is_added_to(dtype):
     program = captured_program(Tied().to(dtype), zgraph.Plan(), (words(),), 1)
     cleanup()(program)
     assert add_rows()(program) == {"added": int(dtype is torch.float64)}
+
+
+def test_more_rows_than_the_table_has_are_added_to_rows_alone():
+    many = words().repeat(1, 4)
+    for made, count in ((Tied, 0), (Rows, 1)):
+        program = captured_program(made(), zgraph.Plan(), (many,), 1)
+        cleanup()(program)
+        assert add_rows()(program) == {"added": count}
+
+
+@pytest.mark.inductor
+def test_a_row_that_occurs_often_is_as_exact_as_in_plain_pytorch():
+    torch.manual_seed(0)
+    plain = Often()
+    model = zgraph.compile(copy.deepcopy(plain), zgraph.Plan())
+    exact = copy.deepcopy(plain).double()
+    often = torch.zeros(64, 512, dtype=torch.long)
+    for one in (plain, model, exact):
+        one(often).backward()
+    wanted = exact.table.weight.grad[0]
+    off, allowed = ((one.table.weight.grad[0] - wanted).norm() for one in (model, plain))
+    assert off <= 2 * allowed
 
 
 @pytest.mark.parametrize("name", MODELS)
