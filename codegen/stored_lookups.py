@@ -45,10 +45,17 @@ def store_shared_lookups(program: Program) -> None:
         inside = pointwise(node) or is_view(node) or node.target is aten.clone.default
         if not _looks_up(node) and not (inside and not looked.isdisjoint(node.all_input_nodes)):
             continue
-        if not is_view(node) and len({at[reader] for reader in readers(node)}) > FEW:
+        if not is_view(node) and not _is_mask(node) and len({at[reader] for reader in readers(node)}) > FEW:
             fix_strides(node)
         else:
             looked.add(node)
+
+
+def _is_mask(node: fx.Node) -> bool:
+    """Return whether this is a mask: its bytes are widened by each kernel that reads them, which takes longer than to
+    compare two looked-up numbers once more."""
+    val = value(node)
+    return isinstance(val, torch.Tensor) and val.dtype is torch.bool
 
 
 def _looks_up(node: fx.Node) -> bool:
