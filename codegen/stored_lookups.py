@@ -9,10 +9,13 @@ memory.
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import fx
 
 from zgraph.passes.analysis.fusion import fusible, pointwise, readers
+from zgraph.program import collectives, transfers_to_host
 from zgraph.program.aliases import is_view
 from zgraph.program.node import value
 from zgraph.program.program import Program
@@ -39,7 +42,7 @@ def store_shared_lookups(program: Program) -> None:
     calls, at = 0, {}  # how many library calls there are before each node
     for node in program.graph.nodes:
         at[node] = calls
-        calls += node.op == "call_function" and not (fusible(node) or is_view(node) or _looks_up(node))
+        calls += _is_library_call(node)
     looked: set[fx.Node] = set()  # values that kernels would look up
     for node in program.graph.nodes:
         inside = pointwise(node) or is_view(node) or node.target is aten.clone.default
@@ -49,6 +52,15 @@ def store_shared_lookups(program: Program) -> None:
             fix_strides(node)
         else:
             looked.add(node)
+
+
+def _is_library_call(node: fx.Node) -> bool:
+    """Return whether kernels on the two sides of this node can't be one. (Transfers compute nothing: what runs on both
+    sides of one may be one kernel.)"""
+    if node.op != "call_function" or node.target is operator.getitem:
+        return False
+    transfer = collectives.is_start(node) or collectives.is_wait(node) or transfers_to_host.is_host_transfer(node)
+    return not (transfer or fusible(node) or is_view(node) or _looks_up(node))
 
 
 def _is_mask(node: fx.Node) -> bool:
