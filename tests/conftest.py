@@ -7,7 +7,6 @@ import gc
 import importlib.util
 import logging
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,10 +19,6 @@ from shards import Shard, longest_first
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [*filter(None, [os.environ.get("PYTHONPATH")]), str(Path(__file__).parent / "support")]
 )
-
-# Tests start a hundred processes: each would compile all sources where Python is told to keep nothing of that.
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-sys.dont_write_bytecode = False
 
 # Schedules, and so what tests see of them, are the same on every machine: nothing is measured but where a test is about that.
 os.environ.setdefault("ZGRAPH_HARDWARE", "default")

@@ -46,8 +46,7 @@ _PRELOAD = [
 ]
 
 
-# The environment before any test has changed it.
-_AT_FIRST = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+_AT_FIRST = dict(os.environ)  # the environment before any test has changed it
 
 kept: dict[Any, Any] = {}
 """On a rank: what functions there leave for each other until it gets another process group, at the latest at the end of a test file."""
