@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zgraph.ranks.agreement import levels
+from zgraph.ranks.tree_maximum import neighbours
 
 GOAL = 0.6  # of `fully_shard`'s time outside of compiled programs
 STEP, SHARE = 0.1, 0.01  # votes cost less than this share of a step of so many seconds
@@ -283,7 +283,7 @@ def table_of_votes(options: argparse.Namespace) -> Iterator[str]:
         cells = [f"{found[kind]:.0f} µs" for kind in ("usual", "least", "processor", "message")]
         cells.insert(2, f"{found['least'] / STEP / 1e6:.2%}")
         yield f"| {world} | {' | '.join(cells)} |"
-    messages = sum(2 * (len(few) - 1) for few in levels(range(MANY), 0))
+    messages = 2 * len(neighbours(0, MANY)[1])
     seconds = messages * message / 1e6
     what = f"{MANY:,}, by the alpha-beta model ({messages} messages one after another)"
     yield f"| {what} | | {seconds * 1e6:.0f} µs | {seconds / STEP:.2%} | | {message:.0f} µs |"

@@ -17,10 +17,12 @@ import torch.distributed as dist
 from ranks import Outcome, Ranks, die
 from sweeps import sweep
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import zgraph
 from zgraph.errors import CollectiveError, RankMismatchError
 from zgraph.passes import graph_pass
+from zgraph.ranks.agreement import Agreement
 
 pytestmark = pytest.mark.gloo
 SECONDS = 10.0
@@ -143,6 +145,14 @@ def programs_differ() -> None:
     compiled(passes=("test_disagreement:one_rank_differs",))(torch.ones(4, 6))
 
 
+def votes_on_other_things(ballots: tuple[str, str], teams: tuple[int, int]) -> None:
+    """Each rank votes on a thing of its own, in teams of its own number."""
+    agreement = Agreement(init_device_mesh("cpu", (2,), mesh_dim_names=("pp",)))
+    agreement.vote(
+        f"thing {rank()}", ballots[rank()], team=rank() if teams[rank()] > 1 else 0, teams=teams[rank()], hint="agree"
+    )
+
+
 CASES = [
     (other_plan, (), ["the plan"]),
     (other_backend, (), ["the plan"]),
@@ -158,6 +168,8 @@ CASES = [
     (one_rank_runs_backward_while_the_other_goes_on, (), ["a backward pass", "the inputs of a call"]),
     (other_recompiled_plan, (), ["the plan of recompile"]),
     (one_rank_flips_a_flag, (), ["the inputs of a call", "new"]),
+    (votes_on_other_things, (("same", "same"), (1, 1)), ["thing 0: same", "thing 1: same"]),
+    (votes_on_other_things, (("", "x"), (1, 2)), ["thing 0", "thing 1: x"]),
     (programs_differ, (), ["program", "first node that differs", "relu"]),
 ]
 

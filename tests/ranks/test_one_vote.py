@@ -6,6 +6,7 @@ Functions at the top of this file run on the ranks.
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 import re
 import time
@@ -21,8 +22,8 @@ from torch import nn
 
 import zgraph
 from zgraph.errors import RankMismatchError
-from zgraph.ranks import agreement
-from zgraph.ranks.agreement import Agreement, levels
+from zgraph.ranks.agreement import Agreement
+from zgraph.ranks.tree_maximum import neighbours
 
 pytestmark = pytest.mark.gloo
 
@@ -141,34 +142,16 @@ def test_a_rank_that_is_late_does_not_differ(two):
 
 # -- votes of many ranks -----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("world", [1, 2, 3, 5, 6, 8, 12, 14, 60, 64, 97, 1024])
-def test_after_the_last_level_all_ranks_have_met(world):
-    ranks = [3 + 2 * number for number in range(world)]
-    known = {rank: {rank} for rank in ranks}
-    of = {rank: levels(ranks, rank) for rank in ranks}
-    for number in range(len(of[ranks[0]])):
-        assert all(
-            rank in of[rank][number] and of[other][number] == of[rank][number]
-            for rank in ranks
-            for other in of[rank][number]
-        )
-        known = {rank: set().union(*(known[other] for other in of[rank][number])) for rank in ranks}
-    assert all(met == set(ranks) for met in known.values())
-    assert world != 1024 or sum(2 * (len(few) - 1) for few in of[ranks[0]]) == 20
+def test_all_ranks_are_in_one_tree_that_is_not_deep(world):
+    tree = {rank: neighbours(rank, world) for rank in range(world)}
+    assert all(tree[child][0] == rank for rank, (_, children) in tree.items() for child in children)
+    assert sum(len(children) for _, children in tree.values()) == world - 1
+    depths = {0: 0} | {rank: 1 + depth_of(tree, tree[rank][0]) for rank in range(1, world)}
+    assert max(depths.values()) <= len(tree[0][1]) == math.ceil(math.log2(world))
 
 
-def in_levels(seed: int) -> None:
-    """As `disagree`, where four ranks vote in two levels of two."""
-    agreement.RING = 2
-    try:
-        disagree(seed)
-    finally:
-        agreement.RING = 4
-
-
-@pytest.mark.parametrize("seed", [3, 9, 21])
-@pytest.mark.slow
-def test_ranks_that_vote_in_levels_find_the_same(four, seed):
-    check_found(four, seed, in_levels)
+def depth_of(tree: dict, rank: int) -> int:
+    return 0 if rank == 0 else 1 + depth_of(tree, tree[rank][0])
 
 
 # -- disagreements -----------------------------------------------------------------------------------------------------

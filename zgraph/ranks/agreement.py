@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,16 +23,17 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zgraph.errors import RankMismatchError, StepError, ZgraphError
+from zgraph.program.program import DATA_DIMS, TEAM_DIMS
 from zgraph.ranks import progress
 from zgraph.ranks.foreseen_actions import UPDATE, Act, Coming, ForeseenActions, around, shown_difference
+from zgraph.ranks.tree_maximum import TreeMaximum
 from zgraph.torch_compat import process_groups
 
 T = TypeVar("T")
 S = TypeVar("S")
 
 
-RING = 4  # ranks that vote in one reduction: gloo reduces in a ring, by 2 (n - 1) messages one after another
-LOOKS = timedelta(seconds=0.5)  # how often a rank that waits in a vote checks whether another has gone on without it
+NOBODY = torch.iinfo(torch.int64).min  # what a rank gives for the teams that it is not in
 
 
 @dataclass(frozen=True)
@@ -47,9 +49,8 @@ class Verdict:
 class _View:
     """What a rank tells the others if votes differ."""
 
-    ballot: str  # what it voted for
     explained: Any  # the result of its `explain()`
-    team: int  # the team that it votes in
+    team: tuple[int, int]  # the team that it votes in, and how many teams there are
     acts: tuple[Act, ...]  # those since the last vote, and the one that it votes on
     said: Coming | None  # what it announced about its last update
 
@@ -78,6 +79,13 @@ def _number(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
 
 
+def _pairs(texts: Sequence[str]) -> list[int]:
+    """Return the hash of each text, and its negative: all ranks' are equal if the greatest of one is minus that of the
+    other.
+    """
+    return [number for text in texts for number in (_number(text), -_number(text))]
+
+
 def _first_difference(
     pair: tuple[int, int],
     views: Sequence[_View],
@@ -98,18 +106,14 @@ def _first_difference(
     return acts[0].subject, why or shown_difference(list(zip(pair, acts, strict=True)))
 
 
-def levels(ranks: Sequence[int], mine: int) -> list[list[int]]:
-    """Return the ranks that `mine` reduces with, level by level, so that after the last level all ranks have met: few
-    at a time, if their number can be divided so.
+def _most_teams(mesh: DeviceMesh) -> int:
+    """Return the largest number of teams that ranks vote in: the positions in the mesh, apart from those of ranks that
+    see the same rows.
     """
-    groups: list[list[int]] = []
-    at, stride, left = ranks.index(mine), 1, len(ranks)
-    while left > 1:
-        size = next(n for n in range(2, left + 1) if left % n == 0)
-        first = at - at // stride % size * stride
-        groups.append([ranks[first + number * stride] for number in range(size)])
-        stride, left = stride * size, left // size
-    return groups
+    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.mesh.shape, strict=False))
+    if all(size == 1 or dim in DATA_DIMS for dim, size in sizes.items()):
+        return 1
+    return math.prod(size for dim, size in sizes.items() if dim not in TEAM_DIMS)
 
 
 class Agreement:
@@ -119,7 +123,8 @@ class Agreement:
         self.mesh = mesh
         self.group: Any = None
         self.ranks: list[int] = []
-        self._levels: list[Any] = []  # the groups that it votes in, one after another
+        self._greatest: TreeMaximum | None = None  # over the ranks; None where no others are there
+        self._teams = 1  # most teams of a vote
         self.heart: object | None = None  # a `zgraph.ranks.heartbeat.Heart`; while it lives, its ranks watch each other
         self.foreseen: ForeseenActions | None = (
             None  # the acts that need no vote if they are foreseen; None: all are voted on
@@ -140,16 +145,13 @@ class Agreement:
         timeout = process_groups.world_timeout()
         alone = len(self.ranks) < dist.get_world_size()
         self.group = dist.new_group(self.ranks, backend=backend, timeout=timeout, use_local_synchronization=alone)
-        self._levels = [self.group]
-        if backend == "gloo" and len(self.ranks) > RING:
-            self._levels = [
-                dist.new_group(few, backend=backend, timeout=timeout, use_local_synchronization=True)
-                for few in levels(self.ranks, dist.get_rank())
-            ]
+        self._teams = _most_teams(mesh)
+        if backend == "gloo":
+            self._greatest = TreeMaximum(self.group, 10 + 2 * self._teams)
 
     def groups(self) -> list[Any]:
-        """Return the process groups for votes and for the exchanges after them; [] if this rank is alone."""
-        return list(dict.fromkeys((self.group, *self._levels))) if self.group is not None else []
+        """Return the process group for votes and for the exchanges after them; [] if this rank is alone."""
+        return [self.group] if self.group is not None else []
 
     def set_timeout(self, seconds: float | None, groups: Sequence[Any]) -> None:
         """Limit how long votes, and these process groups, wait for all ranks; None restores the limits from before."""
@@ -244,66 +246,42 @@ class Agreement:
         self.refuse_destroyed_groups()
         foreseen = self.foreseen
         past, coming = foreseen.before_vote() if foreseen is not None else ((), None)
-        columns = torch.full((10, teams), torch.iinfo(torch.int64).min)
+        done = " ".join(str(_number(f"{act.subject}: {act.text}")) for act in past)
+        told = f"{subject}, {teams} teams", done, proposal or "", coming[0] if coming is not None else ""
         # (The size is the same whatever the vote is about: ranks that vote on different things must find out.)
-        columns[0, team] = number = _number(ballot)
-        columns[1, team] = -number
-        done = _number(" ".join(str(_number(f"{act.subject}: {act.text}")) for act in past))
-        rest = (done, _number(proposal or ""), _number(coming[0] if coming is not None else ""))
-        columns[2:] = torch.tensor([*(x for n in rest for x in (n, -n)), int(flag), worst]).unsqueeze(1)
-        with _named(self, f"the ranks' vote about {subject} (all_reduce)", ballot):
-            self._greatest(columns, subject, ballot)
-            if torch.equal(columns[0], -columns[1]) and columns[2, 0] == -columns[3, 0]:
-                _, _, _, _, ours, theirs, one, other, flagged, worst_of_ranks = columns[:, 0].tolist()
+        ballots = [NOBODY] * (2 * self._teams)
+        ballots[2 * team : 2 * team + 2] = _pairs([ballot])
+        with _named(self, f"the ranks' vote about {subject}", ballot):
+            with foreseen.waiting(Act(subject, ballot)) if foreseen is not None else contextlib.nullcontext():
+                greatest = self._over_ranks([*_pairs(told), int(flag), worst, *ballots])
+            kind, acts, proposals, updates = (a == -b for a, b in zip(greatest[:8:2], greatest[1:8:2], strict=True))
+            voted = zip(greatest[10::2], greatest[11::2], strict=True)
+            if kind and acts and all(a == -b or a == NOBODY for a, b in voted):
                 if self._relaxed and tighten:
                     self._tighten()
                 if foreseen is not None:
-                    foreseen.leave_vote(coming if one == -other else None)
-                return Verdict(bool(flagged) or ours != -theirs, worst_of_ranks, one == -other)
+                    foreseen.leave_vote(coming if updates else None)
+                return Verdict(bool(greatest[8]) or not proposals, greatest[9], updates)
             view = _View(
-                ballot,
                 explain() if explain else None,
-                team,
+                (team, teams),
                 (*past, Act(subject, ballot)),
                 foreseen.said if foreseen else None,
             )
             views: list[Any] = [None] * len(self.ranks)
             dist.all_gather_object(views, view, group=self.group)
-        raise self._difference(subject, views, compare, hint)
+        raise self._difference(views, compare, hint)
 
-    def _greatest(self, columns: torch.Tensor, subject: str, ballot: str) -> None:
-        """Set each element to its maximum over all ranks."""
-        if self.foreseen is not None:
-            self.foreseen.enter_vote()
-        for group in self._levels:
-            work = dist.all_reduce(columns, op=dist.ReduceOp.MAX, group=group, async_op=True)
-            self._wait(work, subject, ballot)
-
-    def _wait(self, work: Any, subject: str, ballot: str) -> None:
-        """Wait until all ranks of a level have voted. Raises `RankMismatchError` if some have gone on without this
-        vote.
-        """
-        foreseen = self.foreseen
-        while foreseen is not None:
-            try:
-                work.wait(LOOKS)
-                return
-            except RuntimeError:
-                if work.is_completed():  # (it has just completed, or has failed)
-                    foreseen.raise_difference()
-                    break
-                foreseen.look(subject, ballot)
-        work.wait()
+    def _over_ranks(self, row: list[int]) -> list[int]:
+        """Return the greatest numbers of all ranks."""
+        if self._greatest is None:
+            return row
+        return self._greatest(row, process_groups.timeout_of(self.group))
 
     def _difference(
-        self,
-        subject: str,
-        views: Sequence[_View],
-        compare: Callable[[Sequence[Any]], str | None] | None,
-        hint: str,
+        self, views: Sequence[_View], compare: Callable[[Sequence[Any]], str | None] | None, hint: str
     ) -> RankMismatchError:
         """Return the error for ranks that voted differently, or did different things before."""
-        leads: dict[int, int] = {}  # the first rank of each team
         voted = dict(zip(self.ranks, views, strict=True))
         first = self.ranks[0]
         astray = [r for r in self.ranks if voted[r].acts[:-1] != voted[first].acts[:-1]]
@@ -312,15 +290,19 @@ class Agreement:
             return self.foreseen.end(
                 f"ranks disagree about {subject}", f"rank(s) {astray} differ from rank {first}", why
             )
-        begins = {r: leads.setdefault(view.team, r) for r, view in voted.items()}
-        base = next(begins[r] for r in self.ranks if voted[r].ballot != voted[begins[r]].ballot)
-        different = [r for r in self.ranks if begins[r] == base and voted[r].ballot != voted[base].ballot]
+        alike = len({(view.acts[-1].subject, view.team[1]) for view in views}) == 1  # (what they voted about)
+        leads: dict[int, int] = {}  # the first rank of each team
+        begins = {r: leads.setdefault(view.team[0] if alike else 0, r) for r, view in voted.items()}
+        ballots = {r: (view.acts[-1], view.team[1]) for r, view in voted.items()}
+        base = next(begins[r] for r in self.ranks if ballots[r] != ballots[begins[r]])
+        different = [r for r in self.ranks if begins[r] == base and ballots[r] != ballots[base]]
         explained = [view.explained for view in views]
-        said = compare(explained) if compare is not None and all(one is not None for one in explained) else None
+        can_compare = alike and compare is not None and all(one is not None for one in explained)
+        said = compare(explained) if compare is not None and can_compare else None
         if said is None:
-            said = shown_difference([(r, Act(subject, voted[r].ballot)) for r in (base, different[0])])
+            said = shown_difference([(r, ballots[r][0]) for r in (base, different[0])])
         return RankMismatchError(
-            f"ranks disagree about {subject}",
+            f"ranks disagree about {ballots[base][0].subject}",
             where=f"rank(s) {different} differ from rank {base}",
             why=said,
             hint=hint,

@@ -22,7 +22,7 @@ import functools
 import json
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -79,7 +79,7 @@ class ForeseenActions:
         self.name = name
         self._root = process_groups.default_store()
         self._store = process_groups.own_store(self._root, f"zgraph/course/{name}")
-        self.waits_in: Act | None = None  # the vote that this rank waits in for others
+        self.waits_in: tuple[int, Act] | None = None  # the vote that this rank waits in for others, and its position
         self._published = ""  # what this rank has last published of its models
         self._newest = ""  # the model that these ranks have compiled last
         self._compared = 0  # acts until then, in which ranks need not have been alike: an error may have ended some
@@ -131,16 +131,20 @@ class ForeseenActions:
         self.agreed = None
 
     # -- votes --------------------------------------------------------------------------------------------------------
-    def enter_vote(self) -> None:
-        """Enter a vote."""
-        self.waits_in = None
+    @contextlib.contextmanager
+    def waiting(self, act: Act) -> Iterator[None]:
+        """Wait for the other ranks inside, in a vote on this act."""
         self._voted_before = self.voted
         self.voted = self.position + 1  # (`voted` first: a thread that reads in between finds no act past a vote)
         self.position = self.voted
+        self.waits_in = self.position, act
+        try:
+            yield
+        finally:
+            self.waits_in = None
 
     def leave_vote(self, agreed: Coming | None) -> None:
         """Leave a vote in which all ranks agreed."""
-        self.waits_in = None
         self.past.clear()
         self.agreed = agreed
 
@@ -152,21 +156,26 @@ class ForeseenActions:
             raise self.found
         return tuple(self.past), self.coming() if self.coming is not None and self.active else None
 
-    def look(self, subject: str, ballot: str) -> None:
-        """Raise `RankMismatchError`, while this rank waits in a vote, if another rank has gone past it."""
-        self.raise_difference()
-        self._look_at_other_models(subject, ballot)
+    def look(self) -> None:
+        """End the vote in which this rank waits, if another rank has gone past it, by shutting the process groups. Called
+        by the heartbeat's thread.
+        """
+        waiting = self.waits_in  # (the thread that trains may leave the vote meanwhile)
+        if waiting is None or self.difference() is not None or self._look_at_other_models(waiting[1]):
+            return
+        position, mine = waiting
         with self._lock:
             waits = self._waits()
             # (if another rank waits where this rank went past, that one differed first)
-            if self._voted_before < waits < self.position:
+            if self._voted_before < waits < position:
                 self._store.set(_PASSED, json.dumps([waits, process_groups.my_rank()]))
-            elif waits != self.position:
-                self._store.set(_WAITS, str(self.position))
+            elif waits != position:
+                self._store.set(_WAITS, str(position))
             said = json.loads(self._store.get(_PASSED)) if self._store.check([_PASSED]) else None
         foreseen = self.foreseen()
-        if said is None or said[0] != self.position or foreseen is None:
+        if said is None or said[0] != position or foreseen is None:
             return
+        subject, ballot = mine.subject, mine.text
         here, why = process_groups.my_rank(), None
         if foreseen.subject == subject == UPDATE and self.said is not None and self.agreed is not None:
             why = self.compare([(self.said if rank == here else self.agreed)[1] for rank in self.ranks])
@@ -177,7 +186,7 @@ class ForeseenActions:
             why = (
                 f"before {subject}, rank {here} has called another model or changed weights, and rank {said[1]} has not"
             )
-        why = why or shown_difference([(said[1], foreseen), (here, Act(subject, ballot))])
+        why = why or shown_difference([(said[1], foreseen), (here, mine)])
         self._tell({"subject": about, "where": f"rank(s) [{here}] differ from rank {said[1]}", "why": why})
 
     def answer(self) -> None:
@@ -219,7 +228,7 @@ class ForeseenActions:
         if len(models) < 2:
             return False
         waiting = next((course.waits_in for course in models if course.waits_in is not None), None)
-        known = json.dumps([*self._positions(), waiting and [waiting.subject, around(waiting.text, 0)]])
+        known = json.dumps([*self._positions(), waiting and [waiting[1].subject, around(waiting[1].text, 0)]])
         first = models[0]
         with first._lock:
             if known != first._published:
@@ -227,35 +236,37 @@ class ForeseenActions:
                 first._published = known
         return True
 
-    def _look_at_other_models(self, subject: str, ballot: str) -> None:
-        """Raise `RankMismatchError`, while this rank waits in a vote, if a rank beside it calls models in another order.
+    def _look_at_other_models(self, mine: Act) -> bool:
+        """Return whether a rank beside this one, which waits in a vote, calls models in another order; end their waits
+        then.
 
         All ranks wait, or will: if any two differ, two that are neighbours do.
         """
-        self.waits_in = Act(subject, ballot)
         if not self.publish():
-            return
-        (last_compiled, mine), here = self._positions(), process_groups.my_rank()
+            return False
+        (last_compiled, acts_of), here = self._positions(), process_groups.my_rank()
         at = self.ranks.index(here)
         for rank in {self.ranks[at - 1], self.ranks[(at + 1) % len(self.ranks)]} - {here}:
             with self._lock:
                 key, store = str(rank), self._between_models
                 published = store.get(key) if store.check([key]) else None
             newest, theirs, waiting = json.loads(published) if published is not None else ("", {}, None)
-            ahead = [name for name in mine if theirs.get(name, 0) > mine[name]]
+            ahead = [name for name in acts_of if theirs.get(name, 0) > acts_of[name]]
             if (
                 newest != last_compiled
                 or not ahead
-                or not any(theirs[name] < mine[name] for name in mine.keys() & theirs.keys())
+                or not any(theirs[name] < acts_of[name] for name in acts_of.keys() & theirs.keys())
             ):
                 continue
             other = waiting or ["a call", "begun already"]
             acts = [
                 (rank, Act(f"{other[0]} of model {ahead[0]}", other[1])),
-                (here, Act(f"{subject} of model {self.name}", ballot)),
+                (here, Act(f"{mine.subject} of model {self.name}", mine.text)),
             ]
             where = f"rank(s) [{here}] differ from rank {rank}"
             self._tell({"subject": ORDER, "where": where, "why": shown_difference(acts)})
+            return True
+        return False
 
     @functools.cached_property
     def _between_models(self) -> Any:
@@ -300,23 +311,17 @@ class ForeseenActions:
         )
         return self.found
 
-    def raise_difference(self) -> None:
-        """Raise the error that any rank has found."""
-        error = self.difference()
-        if error is not None:
-            raise error
-
     def _tell(self, said: dict[str, str]) -> None:
-        """Write how ranks differ to the store, for each model that one of them may wait in; then raise it."""
+        """Write how ranks differ to the store, for each model that one of them may wait in, and end the waits of this
+        rank."""
         for course in self._models():
             with course._lock:
                 course._store.compare_set(_DIFFERENCE, "", json.dumps(said))
             course.difference()
-        self.raise_difference()
 
 
 def answer_all() -> None:
-    """Let each course of this process answer. Called by the heartbeat's thread, which holds no course between two beats
+    """Let each course of this process answer, and look. Called by the heartbeat's thread, which holds no course between two beats
     (a course refers to its model).
     """
     try:
@@ -327,6 +332,7 @@ def answer_all() -> None:
         course.answer()
         with contextlib.suppress(RuntimeError):  # (its store has ended, or another thread has just made a course)
             course.publish()
+            course.look()
 
 
 def shown_difference(acts: Sequence[tuple[int, Act]]) -> str:
