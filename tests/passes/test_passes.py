@@ -554,6 +554,7 @@ def test_snapshots_do_not_change_when_later_passes_run():
         "shard_parameters",
         "regather",
         "reduce_gradients",
+        "defer_gradients",
         "bucket",
         "overlap",
         "release",

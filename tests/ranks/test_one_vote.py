@@ -19,6 +19,7 @@ import torch.distributed as dist
 from ranks import Ranks
 from sweeps import covering, sweep
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import zgraph
 from zgraph.errors import RankMismatchError
@@ -152,6 +153,21 @@ def test_all_ranks_are_in_one_tree_that_is_not_deep(world):
 
 def depth_of(tree: dict, rank: int) -> int:
     return 0 if rank == 0 else 1 + depth_of(tree, tree[rank][0])
+
+
+def receives_in_a_profile() -> list[str]:
+    """What a profile of two votes has of receives, the second of which come after it."""
+    votes = Agreement(init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        votes.vote("one", "ballot")
+        votes.vote("two", "ballot")
+    votes.vote("three", "ballot")
+    return [event.name for event in profile.events() if "recv" in event.name]
+
+
+def test_no_receive_outlives_a_profile_that_has_its_start(two):
+    """(torch writes to a profile when a receive ends, and crashes where the profile has gone before.)"""
+    assert two.run(receives_in_a_profile) == [[], []]
 
 
 # -- disagreements -----------------------------------------------------------------------------------------------------

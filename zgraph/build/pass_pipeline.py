@@ -31,6 +31,7 @@ from zgraph.passes.compression.quantize_transfers import CompressOptions, Correc
 from zgraph.passes.offload.offload import OffloadOptions, offload
 from zgraph.passes.offload.offload_update import OffloadUpdateOptions, offload_update
 from zgraph.passes.overlap.bucket import BucketOptions, bucket
+from zgraph.passes.overlap.defer_gradients import DeferOptions, defer_gradients
 from zgraph.passes.overlap.follow_order import Start
 from zgraph.passes.overlap.overlap import OverlapOptions, overlap
 from zgraph.passes.remat.checkpoint import CheckpointOptions, checkpoint
@@ -367,6 +368,15 @@ def message_options(plan: Plan) -> CompressOptions:
     return CompressOptions(plan.wire.activations, plan.wire.block)
 
 
+def _defers(context: PassContext) -> Decision:
+    if not any(_over(dim)(context).runs for dim in DATA_DIMS):
+        return Decision(False, "one rank has all rows")
+    decision = Decision(context.plan.prefetch.enabled, f"prefetch.enabled is {context.plan.prefetch.enabled}")
+    return decision.unless(context.staged, "a stage's backward ends with what it sends").unless(
+        not context.variant.reduce, "its gradients are reduced by a later program"
+    )
+
+
 def _overlap_options(context: PassContext) -> OverlapOptions:
     plan, choice, early = context.plan, context.choice, context.plan.prefetch
     beside: Literal["update", "receives"] | None = "receives" if context.staged else None
@@ -466,6 +476,7 @@ STEP_PASSES: tuple[PassRow[PassContext], ...] = (
         _in_training(_of("partition_activations", lambda plan: plan.partition_activations)),
         lambda c: PartitionOptions(TENSOR_DIM, c.costs),
     ),
+    PassRow(defer_gradients, _in_training(_defers), lambda c: DeferOptions(c.costs, c.order)),
     PassRow(
         bucket,
         _always("small transfers are joined"),

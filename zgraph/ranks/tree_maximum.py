@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from zgraph.torch_compat import autograd_state
+
 TAG = 1  # of its messages; nothing else in its group sends from rank to rank
 
 
@@ -40,7 +42,7 @@ class TreeMaximum:
         self.group = group
         self.parent, self.children = neighbours(group.rank(), group.size())
         senders = [*self.children, *([self.parent] if self.parent is not None else [])]
-        self._rows = {sender: torch.empty(width, dtype=torch.int64) for sender in senders}
+        self._rows = {sender: torch.empty(width, dtype=torch.int64, device="cpu") for sender in senders}
         self._receives = self._receive()
 
     def __call__(self, row: Sequence[int], timeout: timedelta | None) -> list[int]:
@@ -48,7 +50,7 @@ class TreeMaximum:
         if one did not come, or the group was shut.
         """
         waits = (timeout,) if timeout is not None else ()
-        greatest = torch.tensor(row, dtype=torch.int64)
+        greatest = torch.tensor(row, dtype=torch.int64, device="cpu")
         for child in self.children:
             self._receives[child].wait(*waits)
             greatest = torch.maximum(greatest, self._rows[child])
@@ -64,5 +66,6 @@ class TreeMaximum:
         return greatest.tolist()
 
     def _receive(self) -> dict[int, Any]:
-        """Ask for the next row of each neighbour."""
-        return {sender: self.group.recv([row], sender, TAG) for sender, row in self._rows.items()}
+        """Ask for the next row of each neighbour. (A profile may end before it comes.)"""
+        with autograd_state.unrecorded():
+            return {sender: self.group.recv([row], sender, TAG) for sender, row in self._rows.items()}
