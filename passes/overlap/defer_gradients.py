@@ -29,7 +29,7 @@ from zgraph.passes.contract import graph_pass
 from zgraph.passes.overlap.follow_order import Start
 from zgraph.passes.overlap.robust_schedule import PRICE, SPEEDS
 from zgraph.program import collectives
-from zgraph.program.aliases import is_write, made_once, root_of
+from zgraph.program.aliases import is_view, is_write, made_once, root_of
 from zgraph.program.groups import ranks_in
 from zgraph.program.node import Phase, Role, has_info, info
 from zgraph.program.program import Fact, Program
@@ -105,14 +105,17 @@ class _Tail:
         source = chain[0].source
         inside = {n for t in chain for n in t.nodes}
         mine: list[fx.Node] = []
-        stack = [source] if source is not None else []
+        # (Only views of what products read: their other operands are made in kernels that make more besides.)
+        stack = [(source, False)] if source is not None else []
         while stack:
-            node = stack.pop()
+            node, read = stack.pop()
             if node in inside or not _can_move(node) or not all(user in inside for user in node.users):
+                continue
+            if read and not is_view(node):
                 continue
             inside.add(node)
             mine.append(node)
-            stack += node.all_input_nodes
+            stack += [(operand, read or node.target in PRODUCTS) for operand in node.all_input_nodes]
         if not any(node.target in PRODUCTS for node in mine):
             return []
         mine.sort(key=self.at.__getitem__)
