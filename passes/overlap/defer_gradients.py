@@ -108,14 +108,14 @@ class _Tail:
         # (Only views of what products read: their other operands are made in kernels that make more besides.)
         stack = [(source, False)] if source is not None else []
         while stack:
-            node, read = stack.pop()
+            node, is_operand = stack.pop()
             if node in inside or not _can_move(node) or not all(user in inside for user in node.users):
                 continue
-            if read and not is_view(node):
+            if is_operand and not is_view(node):
                 continue
             inside.add(node)
             mine.append(node)
-            stack += [(operand, read or node.target in PRODUCTS) for operand in node.all_input_nodes]
+            stack += [(operand, is_operand or node.target in PRODUCTS) for operand in node.all_input_nodes]
         if not any(node.target in PRODUCTS for node in mine):
             return []
         mine.sort(key=self.at.__getitem__)
