@@ -27,7 +27,7 @@ from zgraph.passes.analysis.parameter_collectives import ParameterCollective, ga
 from zgraph.passes.analysis.slices import PRODUCTS
 from zgraph.passes.contract import graph_pass
 from zgraph.passes.overlap.follow_order import Start
-from zgraph.passes.overlap.robust_schedule import PRICE, SPEEDS
+from zgraph.passes.overlap.robust_schedule import SPEEDS, least_regret_of
 from zgraph.program import collectives
 from zgraph.program.aliases import is_view, is_write, made_once, root_of
 from zgraph.program.groups import ranks_in
@@ -143,11 +143,8 @@ class _Tail:
         return self._soonest(self._most_in_memory()) if count else 0
 
     def _soonest(self, most: int) -> int:
-        ends = [[self._end(number, speed) for speed in SPEEDS] for number in range(most + 1)]
-        least = [min(column) or 1.0 for column in zip(*ends, strict=True)]
-        regrets = [[mine / best - 1 for mine, best in zip(row, least, strict=True)] for row in ends]
-        fair = [number for number, row in enumerate(regrets) if row[0] <= PRICE]
-        return min(fair, key=lambda number: (round(max(regrets[number]), 4), number))
+        """Return how many of the first `most` candidates to take."""
+        return least_regret_of([[self._end(number, speed) for speed in SPEEDS] for number in range(most + 1)])[0]
 
     def _most_in_memory(self) -> int:
         """Return how many of the candidates may come later without raising the step's peak."""

@@ -63,7 +63,13 @@ def least_regret(schedules: Sequence[CandidateSchedule]) -> tuple[int, float]:
     """Return the position of the schedule to take, and its greatest regret; the first one is made for the stated speed of
     links.
     """
-    seconds = [[played.seconds(speed) for speed in SPEEDS] for played in schedules]
+    return least_regret_of([[played.seconds(speed) for speed in SPEEDS] for played in schedules])
+
+
+def least_regret_of(seconds: Sequence[Sequence[float]]) -> tuple[int, float]:
+    """Return the position of the choice to take, and its greatest regret. `seconds` has a row for each choice: how long
+    it takes over links of each of `SPEEDS`.
+    """
     best = [min(column) or 1.0 for column in zip(*seconds, strict=True)]
     regrets = [[mine / least - 1 for mine, least in zip(row, best, strict=True)] for row in seconds]
     fair = [at for at, row in enumerate(regrets) if row[0] <= PRICE]
